@@ -1,0 +1,68 @@
+"""The launch specification: ``attempts/K/launch.json``, all that an agent needs to start its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Dict, Optional, Tuple
+
+from .train import TrainConfig
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the job. ``address`` is what other nodes connect to; empty means the name itself.
+
+    Under Slurm nodes are not known before the allocation: then ``LaunchSpec.nodes`` holds entries
+    with an empty name, one a node, and agents take theirs from ``SLURM_NODEID``.
+    """
+
+    name: str
+    slots: int
+    address: str = ""
+    devices: Optional[Tuple[int, ...]] = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A user's own script, started once a slot with torchrun's variables."""
+
+    argv: Tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Everything an attempt is started from. Paths are absolute and expanded; times are seconds.
+
+    ``env`` is the cluster's ``env`` overlaid with the job's; what the launcher owns (RANK, …) comes
+    after it, what ``setup`` exported before it. Values of ``secrets`` are never here: the agent reads
+    them from ``secrets_file``, a JSON object in a 0600 file outside the run folder.
+    """
+
+    run: str
+    attempt: int
+    run_dir: str
+    runtime: str  # path of the shipped agent and engine (a zip that Python runs)
+    nodes: Tuple[Node, ...]
+    shared: bool  # one filesystem under run_dir for all nodes
+    token: str  # known to the agents of this attempt alone: greets the control channel, marks processes
+    python: str
+    agent_python: str
+    train: Optional[TrainConfig] = None  # exactly one of train and program is set
+    program: Optional[Program] = None
+    code: Optional[str] = None  # path of the job's bundle (.tar.gz), unpacked into run_dir/code
+    tensor: int = 1
+    device_kind: str = "cpu"  # cpu | gpu
+    cpus_per_slot: Optional[int] = None
+    setup: str = ""
+    env: Dict[str, str] = field(default_factory=dict)
+    secrets: Tuple[str, ...] = ()
+    secrets_file: Optional[str] = None
+    interface: Optional[str] = None
+    ports: Optional[Tuple[int, int]] = None  # inclusive
+    time_s: Optional[int] = None  # enforced by the agent under direct; by Slurm otherwise
+    warn_s: int = 120  # before the limit: the stop signal, so that a job can save
+    grace_s: int = 10  # from SIGTERM to SIGKILL when others are stopped
+    stop_signal: str = "USR2"
+    resume_step: Optional[int] = None
+    job_id: Optional[str] = None  # Slurm's, filled in when the script claims the attempt
+    restart_count: int = 0

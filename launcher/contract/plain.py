@@ -1,0 +1,144 @@
+"""Frozen dataclasses to and from plain JSON values: the only serialisation that crosses a machine.
+
+A description of what is read stands in the dataclass itself, so a wrong or unknown key is an error
+that names its place (``nodes[2].slots``) rather than a surprise later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any, Dict, Mapping, Tuple, Type, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class PlainError(ValueError):
+    """A JSON value that does not have the shape its dataclass describes."""
+
+
+def to_plain(value: Any) -> Any:
+    """``value`` as dicts, lists, strings, numbers, booleans and None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return value
+    raise TypeError(f"{type(value).__name__} has no plain form")
+
+
+def from_plain(cls: Type[T], value: Any, where: str = "") -> T:
+    """The dataclass ``cls`` that ``value`` (from :func:`to_plain`) describes.
+
+    Raises :class:`PlainError` naming the place for an unknown key, a missing one, or a wrong type.
+    """
+    result: T = _read(cls, value, where or cls.__name__)
+    return result
+
+
+@functools.lru_cache(maxsize=None)
+def _hints(cls: type) -> Dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    if kind is Any:
+        return value
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Union:
+        return _read_union(args, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise PlainError(f"{where}: a list was expected, not {value!r}")
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_read(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        if len(args) != len(value):
+            raise PlainError(f"{where}: {len(args)} values were expected, not {len(value)}")
+        return tuple(_read(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, value)))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise PlainError(f"{where}: a mapping was expected, not {value!r}")
+        return {k: _read(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(kind, value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise PlainError(f"{where}: {kind.__name__} was expected, not {value!r}")
+        return value
+    raise TypeError(f"{where}: {kind!r} has no plain form")
+
+
+def _read_union(args: Tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    problems = []
+    for kind in args:
+        if kind is type(None):
+            continue
+        try:
+            return _read(kind, value, where)
+        except PlainError as problem:
+            problems.append(str(problem))
+    raise PlainError("; ".join(problems) or f"{where}: nothing accepts {value!r}")
+
+
+def _read_dataclass(cls: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise PlainError(f"{where}: a mapping was expected, not {value!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(value) - set(fields))
+    if unknown:
+        raise PlainError(f"{where}: unknown key {unknown[0]!r}")
+    missing = [
+        name
+        for name, f in fields.items()
+        if name not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise PlainError(f"{where}: {missing[0]!r} is missing")
+    hints = _hints(cls)
+    return cls(**{name: _read(hints[name], v, f"{where}.{name}") for name, v in value.items()})
+
+
+def dumps(value: Any) -> bytes:
+    """JSON in UTF-8 with a final newline; equal values give equal bytes."""
+    return (json.dumps(to_plain(value), ensure_ascii=False, indent=1, allow_nan=False) + "\n").encode("utf-8")
+
+
+def write_atomically(path: Union[str, Path], data: bytes, *, durable: bool = False, mode: int = 0o644) -> None:
+    """Writes ``data`` beside ``path`` and renames: a reader meets the old file or the new, never a part.
+
+    ``durable`` also syncs the bytes and the folder, so that the file survives a power cut.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Union[str, Path]) -> None:
+    """Makes renames inside ``folder`` survive a power cut."""
+    handle = os.open(str(folder), os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,102 @@
+"""The train config: what the engine on every rank reads. Written by planning, never by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, Optional, Tuple
+
+
+@dataclass(frozen=True)
+class GPT:
+    """The reference model: pre-norm, learned positions, tied embedding (engine/gpt.py)."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq_len: int
+    vocab: int = 256
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A user's model: ``module:function`` called with ``options``; ``loss`` and ``data`` likewise."""
+
+    factory: str
+    options: Dict[str, Any] = field(default_factory=dict)
+    loss: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """Exactly one of ``text`` (a corpus every machine has), ``tokens`` (token files) and ``factory``."""
+
+    text: Optional[str] = None  # "python-stdlib"
+    tokens: Optional[str] = None
+    heldout: Optional[str] = None
+    factory: Optional[str] = None
+    options: Dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Zero:
+    stage: int
+    bucket_bytes: int = 25_000_000
+    gradient_dtype: str = "fp32"
+
+
+@dataclass(frozen=True)
+class AdamW:
+    lr: float
+    weight_decay: float = 0.0
+    betas: Tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: Optional[float] = None  # global norm
+    warmup: int = 0  # steps of linear warm-up
+    schedule: str = "cosine"  # cosine (to lr_floor × lr at the last step) | constant
+    lr_floor: float = 0.1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples a step = micro × accumulation × data-parallel ranks; the product is derived, never stored."""
+
+    micro: int
+    accumulation: int
+
+    def global_batch(self, data_parallel: int) -> int:
+        return self.micro * self.accumulation * data_parallel
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    every: int  # steps; the last step is always evaluated
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """``every`` steps or seconds (one of them); the newest ``keep`` whole ones stay (None: all)."""
+
+    every_steps: Optional[int] = None
+    every_s: Optional[float] = None
+    keep: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Exactly one of ``gpt`` and ``factory`` is set."""
+
+    zero: Zero
+    optimizer: AdamW
+    batch: Batch
+    steps: int
+    data: Data
+    gpt: Optional[GPT] = None
+    factory: Optional[Factory] = None
+    precision: str = "fp32"
+    seed: int = 0
+    tensor: int = 1
+    evaluate: Optional[Evaluate] = None
+    checkpoint: Checkpointing = Checkpointing()
+    policy: str = "zero"  # which engine trains; others stand beside ours later

@@ -1,0 +1,1 @@
+"""Floor: see docs/architecture.md."""
