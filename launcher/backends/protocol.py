@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from ..contract.launch import LaunchSpec
-from ..transports.protocol import Transport
+from ..transports.protocol import Stream, Transport
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,14 @@ class Backend(Protocol):
 
     def places(self) -> Sequence[Place]:
         """Where run folders lie; connects on first use. Raises Unreachable or Refused."""
+
+    def call(
+        self, place: Place, verb: str, request: Mapping[str, Any], *, timeout_s: float = 60.0
+    ) -> Mapping[str, Any]:
+        """The answer of one of the agent's verbs at a place. Its error replies come as ZerunError classes."""
+
+    def tail(self, place: Place, request: Mapping[str, Any]) -> Stream:
+        """The agent's ``tail`` verb at a place: its frames as they come."""
 
     def submit(self, submission: Submission) -> Handle:
         """Starts the attempt, or adopts it when it finds that an earlier call already did."""

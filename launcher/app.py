@@ -1,0 +1,612 @@
+"""The use cases of zerun: what the command line does, as a Python API that returns data.
+
+Only the command line prints. Everything here raises :class:`launcher.contract.errors.ZerunError`, whose
+``exit_code`` is the command's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .bundles import Bundle, CodeBundle, code_bundle, runtime_bundle
+from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Refused, Unreachable, UsageError, ZerunError
+from .contract.folder import RunFolder
+from .contract.plain import dumps, to_plain, write_atomically
+from .observe import ask, observe
+from .runs import EXITS, Run, RunState, RunStore, fold
+
+if TYPE_CHECKING:
+    from .backends.protocol import Backend, Finding, Handle, Place, Submission
+    from .checkpoints import Candidate, Collected, Report
+    from .contract.launch import LaunchSpec
+    from .logs.merge import LogLine
+    from .logs.select import Selection
+    from .planning.plan import Plan
+    from .specs.models import Cluster, Job
+
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """``notes`` is what a person should read before walking away, a line each."""
+
+    run: str
+    attempt: int
+    handle: Handle
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything about an attempt that is known before anything is sent."""
+
+    plan: Plan
+    script: bytes
+    notes: tuple[str, ...]
+
+
+class App:
+    """zerun in one project. ``root`` is the project's folder (default: found from the working folder)."""
+
+    def __init__(
+        self, root: Path | None = None, *, runs: Path | None = None, templates: Path | None = None
+    ) -> None:
+        self.root = root or find_root(Path.cwd())
+        named = os.environ.get("ZERUN_RUNS")
+        self.store = RunStore((runs or (Path(named) if named else self.root / "runs")).resolve())
+        self.templates = templates
+        config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "zerun"
+        self.config = config
+
+    # --- descriptions -----------------------------------------------------------------------------
+
+    def cluster(self, name: str | None = None, sets: Sequence[str] = ()) -> Cluster:
+        """The cluster that ``name`` (a path, or a name in clusters/) describes."""
+        from . import specs
+
+        chosen = name or os.environ.get("ZERUN_CLUSTER") or self._default_cluster()
+        if chosen is None:
+            raise UsageError(
+                "which cluster?", hint="give --cluster NAME, set ZERUN_CLUSTER, or write `cluster:` in the job"
+            )
+        return specs.load_cluster(specs.find_cluster(chosen, self._cluster_folders()), sets)
+
+    def _cluster_folders(self) -> list[Path]:
+        return [self.root / "clusters", self.config / "clusters", Path(__file__).parent.parent / "clusters"]
+
+    def _default_cluster(self) -> str | None:
+        try:
+            text = (self.config / "cluster").read_text().strip()
+        except FileNotFoundError:
+            return None
+        return text or None
+
+    def describe(self, job: Path, cluster: str | None, sets: Sequence[str] = ()) -> tuple[Job, Cluster]:
+        """Both descriptions, every mistake of either at once."""
+        from . import specs
+
+        for_job, for_cluster = specs.split_sets(sets)
+        problems: list[Problem] = []
+        loaded_job = loaded_cluster = None
+        try:
+            loaded_job = specs.load_job(job, for_job)
+        except DescriptionError as error:
+            problems += error.problems
+        if loaded_job is not None or cluster is not None:
+            try:
+                loaded_cluster = self.cluster(cluster or (loaded_job.cluster if loaded_job else None), for_cluster)
+            except DescriptionError as error:
+                problems += error.problems
+        if problems or loaded_job is None or loaded_cluster is None:
+            raise DescriptionError(problems)
+        return loaded_job, loaded_cluster
+
+    def plan(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> Plan:
+        from .planning import make_plan
+
+        return make_plan(*self.describe(job, cluster, sets))
+
+    def prepare(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> Prepared:
+        """What ``submit`` would send, and the plan: needs no cluster, no Slurm and no torch.
+
+        Paths that the cluster expands (``~``, ``$NAME``) stand in the script as they were written.
+        """
+        from .planning import make_plan
+
+        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
+        plan = make_plan(loaded_job, loaded_cluster)
+        code = self._code(job.resolve().parent, loaded_job)
+        run = self.store.new_name(plan.job_name, datetime.datetime(2000, 1, 1)).rsplit("-", 3)[0] + "-RUN"
+        runs = loaded_cluster.paths.runs or str(self.store.root)
+        launch = self._launch(plan, loaded_job, loaded_cluster, run, 1, runs, code, token="TOKEN", resume_step=None)
+        return Prepared(plan, self._render(plan, loaded_cluster, launch), (code.sentence(), *code.notes))
+
+    def render(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> bytes:
+        """The script that would be submitted, byte for byte but for the run's name and token."""
+        return self.prepare(job, cluster, sets).script
+
+    # --- submit -----------------------------------------------------------------------------------
+
+    def submit(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> Submitted:
+        """Ships, submits, and returns once the cluster has the job. Raises DoesNotFit before anything is sent."""
+        from . import specs
+        from .planning import check_engine, make_plan
+
+        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
+        plan = make_plan(loaded_job, loaded_cluster)
+        check_engine(plan)
+        refuse_what_cannot_fit(plan)
+        secret_values = read_secrets(loaded_job.secrets)
+        code = self._code(job.resolve().parent, loaded_job)
+        backend = self._open(loaded_cluster, runtime_bundle())
+        try:
+            run_name = self.store.new_name(plan.job_name, datetime.datetime.now())
+            about = {
+                "run": run_name,
+                "job_name": plan.job_name,
+                "cluster_name": plan.cluster_name,
+                "backend": plan.backend,
+                "time_s": plan.time_s,
+                "job_file": str(job.resolve()),
+                "job": specs.describe(loaded_job),
+                "cluster": specs.describe(loaded_cluster),
+                "plan": to_plain(plan),
+                "code": {"name": code.name, "root": code.root, "commit": code.commit, "changed": code.changed},
+            }
+            places = backend.places()  # connects: nothing is written for a cluster that does not answer
+            run = self.store.create(run_name, about)
+            launch = self._launch(
+                plan, loaded_job, loaded_cluster, run_name, 1, one_folder(places), code, resume_step=None
+            )
+            run, handle = self._send(backend, run, plan, loaded_cluster, launch, secret_values)
+        finally:
+            backend.close()
+        return Submitted(run.name, 1, handle, (code.sentence(), *code.notes))
+
+    def _send(
+        self,
+        backend: Backend,
+        run: Run,
+        plan: Plan,
+        cluster: Cluster,
+        launch: LaunchSpec,
+        secret_values: Mapping[str, str],
+    ) -> tuple[Run, Handle]:
+        """Writes the intent, submits, writes what came of it."""
+        submission = self._submission(run, plan, cluster, launch, secret_values)
+        for name, data in submission.files.items():
+            if name != "run.json":
+                path = run.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, data)
+        attempt = launch.attempt
+        run = self.store.append(
+            run, "submitting", attempt, time.time(), name=submission.name, num_nodes=len(plan.nodes),
+            ranks=plan.topology.world_size, runtime=Path(launch.runtime).name, resume_step=launch.resume_step,
+        )  # fmt: skip
+        try:
+            handle = backend.submit(submission)
+        except Unreachable as problem:
+            found = self._look_again(backend, submission)
+            if found is None:
+                self.store.append(run, "submit_unanswered", attempt, time.time(), error=problem.message)
+                raise Unreachable(
+                    f"{problem.message}; whether {run.name} was queued is not known",
+                    hint=f"zerun status {run.name} finds out, and adopts the job if it is there",
+                ) from problem
+            handle = found
+        except ZerunError as problem:
+            self.store.append(run, "submit_failed", attempt, time.time(), error=problem.message)
+            raise
+        return self.store.append(run, "submitted", attempt, time.time(), handle=to_plain(handle)), handle
+
+    @staticmethod
+    def _look_again(backend: Backend, submission: Submission) -> Handle | None:
+        try:
+            return backend.find(submission.name, submission.run, submission.attempt)
+        except Unreachable:
+            return None
+
+    def _submission(
+        self, run: Run, plan: Plan, cluster: Cluster, launch: LaunchSpec, secret_values: Mapping[str, str]
+    ) -> Submission:
+        from .backends.protocol import Submission
+
+        blobs = {Path(p).name: self._blob(Path(p).name) for p in (launch.runtime, launch.code) if p}
+        script = self._render(plan, cluster, launch)
+        folder = RunFolder.at("/", run.name)
+        attempt = folder.attempt(launch.attempt)
+        files = {
+            str(attempt.script.relative_to(folder.root)): script,
+            str(attempt.launch.relative_to(folder.root)): dumps(launch),
+            "run.json": dumps(run.about),
+        }
+        name = f"zerun-{run.name}" + (f"-{launch.attempt}" if launch.attempt > 1 else "")
+        return Submission(run.name, launch.attempt, name, launch, script, files, blobs, secret_values)
+
+    def _launch(
+        self,
+        plan: Plan,
+        job: Job,
+        cluster: Cluster,
+        run: str,
+        attempt: int,
+        runs: str,
+        code: Bundle,
+        *,
+        resume_step: int | None,
+        token: str | None = None,
+    ) -> LaunchSpec:
+        from .contract.folder import blob
+        from .planning import launch_spec
+
+        runtime = self._keep(runtime_bundle())
+        self._keep(code)
+        return launch_spec(
+            plan,
+            job,
+            cluster,
+            run=run,
+            attempt=attempt,
+            run_dir=str(RunFolder.at(runs, run).root),
+            runtime=str(blob(runs, runtime.digest, ".zip")),
+            code=str(blob(runs, code.digest, ".tar.gz")),
+            token=token or secrets.token_hex(16),
+            secrets_file=f"{runs}/.secrets/{run}.json" if job.secrets else None,
+            resume_step=resume_step,
+        )
+
+    def _render(self, plan: Plan, cluster: Cluster, launch: LaunchSpec) -> bytes:
+        from .render import render
+
+        return render(plan, cluster, launch, templates=self.templates, user_templates=self.config / "templates")
+
+    def _code(self, folder: Path, job: Job) -> CodeBundle:
+        return code_bundle(folder, root=job.code.root, exclude=job.code.exclude, limit=job.code.limit)
+
+    # Blobs stay at home too: a resume on new nodes needs the very bytes that the run began with.
+
+    def _keep(self, bundle: Bundle) -> Bundle:
+        path = self.store.root / ".blobs" / bundle.name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, bundle.data)
+        return bundle
+
+    def _blob(self, name: str) -> bytes:
+        return (self.store.root / ".blobs" / name).read_bytes()
+
+    def _open(self, cluster: Cluster, runtime: Bundle) -> Backend:
+        from . import backends
+
+        return backends.open(cluster, (runtime.digest, runtime.data), self.store.root)
+
+    def _open_for(self, run: Run) -> Backend:
+        """The backend of a run that was submitted before, with the runtime that it was submitted with."""
+        from . import specs
+
+        event = run.last("submitting")
+        name = str(event.data["runtime"]) if event else ""
+        try:
+            runtime = Bundle(name, self._blob(name)) if name else runtime_bundle()
+        except FileNotFoundError:
+            runtime = runtime_bundle()
+        return self._open(specs.cluster_from_plain(run.about["cluster"]), runtime)
+
+    # --- watch ------------------------------------------------------------------------------------
+
+    def resolve(self, run: str) -> str:
+        return self.store.resolve(run)
+
+    def status(self, run: str) -> RunState:
+        """What the run is now. An unreachable cluster gives the state ``unknown`` with the reason, no error."""
+        loaded = self.store.load(self.resolve(run))
+        backend = self._open_for(loaded)
+        try:
+            return self._look(backend, [loaded])[0]
+        finally:
+            backend.close()
+
+    def list_runs(self) -> list[RunState]:
+        """Every run at home, oldest first; those not known to have ended are asked after, a cluster at a time."""
+        loaded = [self.store.load(name) for name in self.store.names()]
+        states: dict[str, RunState] = {}
+        asked: dict[str, list[Run]] = {}
+        for run in loaded:
+            remembered = _remembered(run)
+            if remembered is not None:
+                states[run.name] = remembered
+            else:
+                asked.setdefault(str(run.about["cluster_name"]), []).append(run)
+        for runs in asked.values():
+            backend = self._open_for(runs[-1])
+            try:
+                states.update({state.run: state for state in self._look(backend, runs)})
+            finally:
+                backend.close()
+        return [states[run.name] for run in loaded]
+
+    def _look(self, backend: Backend, runs: Sequence[Run]) -> list[RunState]:
+        runs = [self._adopt(backend, run) for run in runs]
+        states = [fold(run, seen) for run, seen in zip(runs, observe(backend, runs), strict=True)]
+        for run, state in zip(runs, states, strict=True):
+            known = run.last("ended", attempt=state.attempt)
+            if state.ended and (known is None or known.data["state"] != state.state):
+                self.store.append(
+                    run, "ended", state.attempt, time.time(),
+                    state=state.state, exit_code=state.exit_code, why=state.why, since=state.since,
+                )  # fmt: skip
+        return states
+
+    def _adopt(self, backend: Backend, run: Run) -> Run:
+        """A submit whose answer was lost finds its own job by its unique name."""
+        intent = run.last("submitting", attempt=run.attempt)
+        if run.handle is not None or intent is None or run.last("submit_failed", attempt=run.attempt):
+            return run
+        try:
+            found = backend.find(str(intent.data["name"]), run.name, run.attempt)
+        except (Unreachable, Refused):
+            return run
+        if found is None:
+            return run
+        return self.store.append(run, "submitted", run.attempt, time.time(), handle=to_plain(found), adopted=True)
+
+    def wait(self, run: str, timeout_s: float | None = None, notice: Notice | None = None) -> RunState:
+        """Returns when the run has ended, or with a living state when ``timeout_s`` has passed."""
+        loaded = self.store.load(self.resolve(run))
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        pause, told = 0.5, ""
+        backend = self._open_for(loaded)
+        try:
+            while True:
+                state = self._look(backend, [self.store.load(loaded.name)])[0]
+                line = f"{state.state}{': ' + state.why if state.why else ''}"
+                if notice is not None and line != told:
+                    notice(line)
+                    told = line
+                left = None if end is None else end - time.monotonic()
+                if state.ended or (left is not None and left <= 0):
+                    return state
+                time.sleep(pause if left is None else min(pause, left))
+                pause = min(pause * 1.5, 10.0)
+        finally:
+            backend.close()
+
+    def logs(
+        self, run: str, selection: Selection, *, follow: bool = False, notice: Notice | None = None
+    ) -> Iterator[LogLine]:
+        """All ranks' lines merged by time; with ``follow`` until the attempt ends."""
+        from .logs.follow import follow as stream
+
+        loaded = self.store.load(self.resolve(run))
+        backend = self._open_for(loaded)
+        try:
+            yield from stream(
+                backend, loaded.name, loaded.attempt, selection, follow=follow, notice=notice or (lambda _: None)
+            )
+        finally:
+            backend.close()
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def cancel(self, run: str) -> RunState:
+        """Ends every process of the run on every node. Cancelling what has ended changes nothing."""
+        loaded = self.store.load(self.resolve(run))
+        backend = self._open_for(loaded)
+        try:
+            before = self._look(backend, [loaded])[0]
+            if before.ended:
+                return before
+            loaded = self.store.load(loaded.name)
+            loaded = self.store.append(loaded, "cancelling", before.attempt, time.time())
+            if loaded.handle is not None:
+                backend.cancel(loaded.handle, loaded.name, before.attempt)
+            elif before.state == "unknown":
+                raise Unreachable(f"{loaded.name}: {before.why}", hint=f"zerun cancel {loaded.name} again, later")
+            loaded = self.store.append(loaded, "cancelled", before.attempt, time.time())
+            return self._look(backend, [loaded])[0]
+        finally:
+            backend.close()
+
+    # --- checkpoints and bringing home ------------------------------------------------------------
+
+    def checkpoints(self, run: str) -> list[Candidate]:
+        """Every checkpoint of the run on its cluster, oldest first, with what is wrong with it."""
+        from .checkpoints import candidates
+
+        loaded = self.store.load(self.resolve(run))
+        backend = self._open_for(loaded)
+        try:
+            return candidates(self._about(backend, loaded))
+        finally:
+            backend.close()
+
+    def _about(self, backend: Backend, run: Run) -> list[Mapping[str, Any]]:
+        answers, silent = ask(backend, [run])
+        if silent and not answers:
+            place, why = next(iter(silent.items()))
+            raise Unreachable(f"{place}: {why}")
+        return [a["runs"].get(str(RunFolder.at(p.runs, run.name).root), {}) for p, a in answers]
+
+    def collect(
+        self, run: str, checkpoint: str = "newest", progress: Callable[[int, int], None] | None = None
+    ) -> Collected:
+        """Brings logs, metrics and a checkpoint (``newest``, ``none`` or a step) home, verified."""
+        from .checkpoints import collect
+
+        loaded = self.store.load(self.resolve(run))
+        backend = self._open_for(loaded)
+        try:
+            got = collect(backend, loaded.name, loaded.folder, checkpoint, progress)
+        finally:
+            backend.close()
+        self.store.append(loaded, "collected", loaded.attempt, time.time(), checkpoint=got.step)
+        return got
+
+    def verify(self, run: str, step: int | None = None) -> Report:
+        """Reads a checkpoint that is at home whole, and holds every block against its digest."""
+        from .checkpoints import local_steps, verify
+
+        loaded = self.store.load(self.resolve(run))
+        steps = local_steps(loaded.folder)
+        chosen = step if step is not None else (steps[-1] if steps else None)
+        if chosen is None or chosen not in steps:
+            have = ", ".join(map(str, steps)) or "none"
+            raise UsageError(
+                f"no checkpoint {'' if step is None else f'of step {step} '}of {loaded.name} at home (here: {have})",
+                hint=f"zerun collect {loaded.name}" + (f" --checkpoint {step}" if step is not None else ""),
+            )
+        return verify(Path(str(loaded.paths.checkpoint(chosen).root)))
+
+    # --- resume -----------------------------------------------------------------------------------
+
+    def resume(
+        self, run: str, *, nodes: int | None = None, step: int | None = None, notice: Notice | None = None
+    ) -> Submitted:
+        """The next attempt of the run, from the newest whole checkpoint, on the same or another number of nodes."""
+        from . import specs
+        from .checkpoints import candidates, choose, explain, stage
+        from .planning import check_engine, make_plan
+
+        loaded = self.store.load(self.resolve(run))
+        job = specs.job_from_plain(loaded.about["job"])
+        cluster = specs.cluster_from_plain(loaded.about["cluster"])
+        secret_values = read_secrets(job.secrets)
+        backend = self._open(cluster, runtime_bundle())
+        try:
+            state = self._look(backend, [loaded])[0]
+            loaded = self.store.load(loaded.name)
+            refuse_to_resume(state)
+            found = candidates(self._about(backend, loaded))
+            chosen = choose(found, step)
+            notes = list(explain(found, chosen))
+            plan = make_plan(job, cluster, nodes=nodes, global_batch=(loaded.about["plan"] or {}).get("global_batch"))
+            check_engine(plan)
+            refuse_what_cannot_fit(plan)
+            attempt = max(state.attempt, loaded.attempt) + 1
+            take_attempt(loaded, attempt)
+            code_name = str(loaded.about["code"]["name"])
+            code = Bundle(code_name, self._blob(code_name))
+            launch = self._launch(
+                plan, job, cluster, loaded.name, attempt, one_folder(backend.places()), code, resume_step=chosen.step
+            )
+            if not launch.shared:
+                moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
+                notes += [moved] if moved else []
+            loaded, handle = self._send(backend, loaded, plan, cluster, launch, secret_values)
+        finally:
+            backend.close()
+        return Submitted(loaded.name, attempt, handle, tuple(notes))
+
+    def check_cluster(self, name: str | None = None) -> list[Finding]:
+        """Reaches every node in parallel; a finding each."""
+        backend = self._open(self.cluster(name), runtime_bundle())
+        try:
+            return list(backend.check())
+        finally:
+            backend.close()
+
+    def prepare_data(self, files: Sequence[Path], out: Path) -> dict[str, Any]:
+        """Turns text files into ``train.bin`` and ``heldout.bin`` in ``out``: bytes as tokens, split by file."""
+        from .contract.text import prepare
+
+        return prepare(files, out)
+
+
+# --- small rules ----------------------------------------------------------------------------------
+
+
+def find_root(start: Path) -> Path:
+    """The project's folder: the nearest that holds ``clusters/`` or a git repository, else ``start``."""
+    for folder in (start, *start.parents):
+        if (folder / "clusters").is_dir() or (folder / ".git").exists():
+            return folder
+    return start
+
+
+def read_secrets(names: Sequence[str]) -> dict[str, str]:
+    """The values of ``secrets`` from this environment. Raises UsageError naming those that are not set."""
+    missing = [n for n in names if n not in os.environ]
+    if missing:
+        raise UsageError(f"the job wants secrets that are not set here: {', '.join(missing)}", hint="export them first")
+    return {n: os.environ[n] for n in names}
+
+
+def refuse_what_cannot_fit(plan: Plan) -> None:
+    if plan.state.verdict == "does not fit":
+        raise DoesNotFit(plan.state.because, hint="zerun plan shows every stage's state memory")
+
+
+def refuse_to_resume(state: RunState) -> None:
+    """A run that goes on, or of which it is not known, must not be doubled."""
+    if state.state == "unknown":
+        raise Unreachable(f"{state.run}: whether it still runs is not known ({state.why})")
+    if not state.ended:
+        raise UsageError(f"{state.run} is {state.state}", hint=f"zerun cancel {state.run} first, or wait for its end")
+    if state.state == "done":
+        raise UsageError(f"{state.run} is done: nothing is left to resume")
+
+
+def take_attempt(run: Run, attempt: int) -> None:
+    """Exclusive: of two shells that resume at once, one is told."""
+    try:
+        (run.folder / "attempts" / str(attempt)).mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(
+            f"attempt {attempt} of {run.name} is being made by another command", hint=f"zerun status {run.name}"
+        ) from None
+
+
+def one_folder(places: Sequence[Place]) -> str:
+    """``paths.runs`` as every place expands it; it has to be the same path everywhere."""
+    folders = {place.runs: place.transport.name for place in places}
+    if len(folders) > 1:
+        told = ", ".join(f"{folder} on {name}" for folder, name in folders.items())
+        raise UsageError(f"paths.runs is not the same path on every node: {told}", hint="write an absolute path")
+    return next(iter(folders))
+
+
+def _remembered(run: Run) -> RunState | None:
+    """The state of a run that was already seen to end, without asking anyone."""
+    ended = run.last("ended", attempt=run.attempt)
+    if ended is None or run.last("submitting", attempt=run.attempt) is None:
+        return None
+    state = ended.data["state"]
+    if EXITS[state] is None:
+        return None
+    return RunState(
+        run=run.name,
+        job=str(run.about.get("job_name", "")),
+        cluster=str(run.about.get("cluster_name", "")),
+        state=state,
+        attempt=run.attempt,
+        since=ended.data.get("since"),
+        exit_code=ended.data.get("exit_code"),
+        why=str(ended.data.get("why", "")),
+        ranks=int((run.last("submitting", attempt=run.attempt) or ended).data.get("ranks", 0)),
+        handle=run.handle,
+    )
+
+
+def exit_code_of(state: RunState) -> int:
+    """What ``wait`` and ``submit --follow`` return: the job's, or 10 while it goes on, 4 when it is not known."""
+    if state.exit_code is not None:
+        return state.exit_code
+    return int(Exit.UNREACHABLE if state.state == "unknown" else Exit.STILL_RUNNING)
+
+
+def interpreter() -> str:
+    """The Python that runs this: what ``python`` means on a cluster that is this very machine."""
+    return sys.executable
+
+
+__all__ = ["App", "Prepared", "Submitted", "exit_code_of", "find_root", "replace"]
