@@ -175,7 +175,10 @@ class RunStore:
         except FileNotFoundError:
             return
         for line in lines[:-1]:  # a last line without its end was cut by a crash: it never happened
-            value = json.loads(line)
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue  # such a cut line, with later ones after it
             yield Event(value["at"], value["event"], value["attempt"], value["data"])
 
     def append(self, run: Run, event: str, attempt: int, at: float, **data: Any) -> Run:

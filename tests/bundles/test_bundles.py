@@ -1,0 +1,136 @@
+"""The code that travels: what is in a bundle, what is not, and that equal trees have equal names."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from launcher.bundles import CodeBundle, code_bundle, runtime_bundle
+from launcher.contract.errors import UsageError
+
+LIMIT = 10_000_000
+
+
+def git(folder: Path, *args: str) -> None:
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "-C", str(folder), *who, *args], check=True, capture_output=True)
+
+
+def contents(bundle: CodeBundle) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(bundle.data)) as archive:
+        return {m.name: (archive.extractfile(m).read() if m.isreg() else b"->" + m.linkname.encode()) for m in archive}  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "model.py").write_text("old")
+    (tmp_path / "gone.py").write_text("x")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    return tmp_path
+
+
+def test_the_working_tree_travels_as_it_is_now(tree: Path) -> None:
+    (tree / "model.py").write_text("new")
+    (tree / "untracked é.py").write_text("u")
+    (tree / "big.log").write_text("ignored")
+    (tree / "gone.py").unlink()
+    (tree / "run.sh").write_text("#!/bin/sh\n")
+    (tree / "run.sh").chmod(0o755)
+    bundle = code_bundle(tree / "jobs", limit=LIMIT)
+    assert contents(bundle) == {
+        ".gitignore": b"*.log\n",
+        "model.py": b"new",
+        "untracked é.py": b"u",
+        "run.sh": b"#!/bin/sh\n",
+    }
+    with tarfile.open(fileobj=io.BytesIO(bundle.data)) as archive:
+        assert {m.name: m.mode for m in archive}["run.sh"] == 0o755
+    assert bundle.changed == 4
+    assert "4 files" in bundle.sentence() and "4 uncommitted" in bundle.sentence()
+
+
+def test_equal_trees_have_equal_names_whatever_their_times(tree: Path) -> None:
+    before = code_bundle(tree, limit=LIMIT)
+    os.utime(tree / "model.py", (1, 1))
+    assert code_bundle(tree, limit=LIMIT).name == before.name
+    (tree / "model.py").write_text("other")
+    assert code_bundle(tree, limit=LIMIT).name != before.name
+
+
+def test_hard_links_travel_as_files(tree: Path) -> None:
+    os.link(tree / "model.py", tree / "same.py")
+    assert contents(code_bundle(tree, limit=LIMIT))["same.py"] == b"old"
+
+
+def test_links_stay_inside_the_tree(tree: Path) -> None:
+    (tree / "in.py").symlink_to("model.py")
+    (tree / "out.py").symlink_to("/etc/hostname")
+    (tree / "up.py").symlink_to("../elsewhere")
+    bundle = code_bundle(tree, limit=LIMIT)
+    assert contents(bundle)["in.py"] == b"->model.py"
+    assert "out.py" not in contents(bundle) and "up.py" not in contents(bundle)
+    assert [n for n in bundle.notes if "out.py" in n] and [n for n in bundle.notes if "up.py" in n]
+
+
+def test_outside_git_the_jobs_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("a")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_text("x")
+    bundle = code_bundle(tmp_path, limit=LIMIT)
+    assert contents(bundle) == {"a.py": b"a"}
+    assert bundle.commit is None and "no git" in bundle.sentence()
+
+
+def test_a_tree_above_the_limit_names_the_five_largest(tmp_path: Path) -> None:
+    for i in range(7):
+        (tmp_path / f"f{i}").write_bytes(b"x" * 1000 * (i + 1))
+    with pytest.raises(UsageError) as refused:
+        code_bundle(tmp_path, limit=20_000)
+    for name in ("f6", "f5", "f4", "f3", "f2"):
+        assert name in refused.value.message
+    assert "f1 " not in refused.value.message and "code.limit" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "gone"),
+    [
+        ("wandb/", {"wandb/x", "a/wandb/y"}),
+        ("*.bin", {"a/b.bin"}),
+        ("a/*", {"a/b.bin", "a/wandb/y"}),
+        ("a/", {"a/b.bin", "a/wandb/y"}),
+    ],
+)
+def test_exclude(tmp_path: Path, pattern: str, gone: set[str]) -> None:
+    names = {"wandb/x", "a/wandb/y", "a/b.bin", "keep.py"}
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert set(contents(code_bundle(tmp_path, exclude=[pattern], limit=LIMIT))) == names - gone
+
+
+def test_the_runtime_runs_by_itself_and_nothing_of_the_users_shadows_it(tmp_path: Path) -> None:
+    bundle = runtime_bundle()
+    assert bundle == runtime_bundle()
+    with zipfile.ZipFile(io.BytesIO(bundle.data)) as archive:
+        names = set(archive.namelist())
+    assert {"__main__.py", "zerun.py", "_zerun/contract/partition.py", "_zerun/agent/__init__.py"} <= names
+    assert not [n for n in names if "cli" in n or "specs" in n]
+    (tmp_path / "rt.zip").write_bytes(bundle.data)
+    (tmp_path / "launcher").mkdir()
+    (tmp_path / "launcher" / "__init__.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "contract.py").write_text("raise SystemExit('shadowed')")
+    code = "import zerun, _zerun.contract.partition as p; print(p.__name__, zerun._package())"
+    environment = {"PYTHONPATH": str(tmp_path / "rt.zip"), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["_zerun.contract.partition", "_zerun"], done.stderr

@@ -1,0 +1,141 @@
+"""The run store keeps what happened; the fold says what a run is, and says so when it is not known."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.backends.protocol import Handle, Poll
+from launcher.contract.errors import UsageError
+from launcher.contract.plain import to_plain
+from launcher.contract.records import Failure, NodeRecord, Outcome, ProcessId, RankRecord
+from launcher.runs import Observation, Run, RunStore, fold
+
+AGENT = ProcessId(10, 1, "boot")
+
+
+def rank(number: int, code: int | None = None, signal: int | None = None, **more: Any) -> RankRecord:
+    ended = 20.0 if (code is not None or signal is not None) else None
+    return RankRecord(number, number % 2, 100 + number, 10.0, ended_at=ended, exit_code=code, signal=signal, **more)
+
+
+def node(number: int, state: str, *ranks: RankRecord, failure: Failure | None = None) -> NodeRecord:
+    ended = 21.0 if state == "ended" else None
+    return NodeRecord(
+        f"n{number}", number, AGENT, state, 10.0, 20.0, ranks=ranks, failure=failure, ended_at=ended
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    store = RunStore(tmp_path / "runs")
+    made = store.create("job-20260101-000000-aaaa", {"job_name": "job", "cluster_name": "c", "backend": "slurm"})
+    made = store.append(made, "submitting", 1, 5.0, name="zerun-x", num_nodes=2)
+    return store.append(made, "submitted", 1, 6.0, handle=to_plain(Handle("slurm", {"job": "7"})))
+
+
+def seen(poll: Poll, *records: NodeRecord, **more: Any) -> Observation:
+    alive = frozenset(r.node for r in records if r.state != "ended")
+    base = Observation(poll=poll, attempt=1, records=records, alive=alive, num_nodes=2)
+    return dataclasses.replace(base, **more)
+
+
+RUNNING, QUEUED, ABSENT = Poll("running", "RUNNING"), Poll("queued", "PENDING", why="Resources"), Poll("absent")
+DOWN = Poll("unknown", why="login did not answer")
+ALL_ZERO = (node(0, "ended", rank(0, 0), rank(1, 0)), node(1, "ended", rank(2, 0), rank(3, 0)))
+FIRST = Failure("rank_exit", "n1", "rank 3 on n1 exited with 7", rank=3, exit_code=7, at=20.0)
+ONE_SEVEN = (
+    node(0, "ended", rank(0, signal=15, stopped_by_us=True), rank(1, signal=15, stopped_by_us=True), failure=FIRST),
+    node(1, "ended", rank(2, signal=15, stopped_by_us=True), rank(3, 7), failure=FIRST),
+)
+LIMIT = Failure("time_limit", "n0", "time limit of 60 s", at=30.0)
+AT_LIMIT = (
+    node(0, "ended", rank(0, signal=15, stopped_by_us=True), failure=LIMIT),
+    node(1, "ended", rank(1, signal=15, stopped_by_us=True), failure=LIMIT),
+)
+STOPPED = Outcome("stopped", 30, checkpoint=30)
+
+
+@pytest.mark.parametrize(
+    ("observation", "state", "exit_code"),
+    [
+        (seen(QUEUED), "queued", None),
+        (seen(RUNNING), "running", None),
+        (seen(RUNNING, node(0, "running", rank(0))), "running", None),
+        (seen(ABSENT, *ALL_ZERO), "done", 0),
+        (seen(DOWN, *ALL_ZERO), "done", 0),  # the agents said how it ended: the scheduler is not needed
+        (seen(RUNNING, *ONE_SEVEN), "failed", 1),
+        (seen(ABSENT, *AT_LIMIT), "time_limit", 124),
+        (seen(ABSENT, *AT_LIMIT, attempt_checkpoints=(30,)), "time_limit", 75),
+        (seen(ABSENT, *AT_LIMIT, outcome=STOPPED), "stopped", 75),
+        (seen(Poll("ended", "TIMEOUT")), "time_limit", 124),
+        (seen(Poll("ended", "CANCELLED")), "cancelled", 9),
+        (seen(Poll("ended", "FAILED", why="NonZeroExitCode")), "failed", 1),
+        (seen(DOWN), "unknown", None),
+        (seen(RUNNING, node(0, "running", rank(0)), alive=frozenset()), "running", None),
+        (seen(DOWN, node(0, "running", rank(0)), alive=frozenset()), "unknown", None),
+        (seen(ABSENT, node(0, "running", rank(0)), node(1, "running", rank(1)), alive=frozenset()), "failed", 1),
+        (seen(ABSENT, node(0, "running", rank(0)), alive=frozenset(), silent={"n1": "no answer"}), "unknown", None),
+    ],
+)
+def test_fold(run: Run, observation: Observation, state: str, exit_code: int | None) -> None:
+    told = fold(run, observation)
+    assert (told.state, told.exit_code) == (state, exit_code), told
+
+
+def test_a_rank_that_exits_75_is_a_failure_without_the_engines_own_record(run: Run) -> None:
+    first = Failure("rank_exit", "n0", "rank 0 exited with 75", rank=0, exit_code=75, at=20.0)
+    records = (node(0, "ended", rank(0, 75), failure=first), node(1, "ended", rank(1, signal=15, stopped_by_us=True)))
+    assert fold(run, seen(ABSENT, *records)).exit_code == 1
+
+
+def test_a_cancelled_run_that_had_finished_by_itself_is_done(run: Run, tmp_path: Path) -> None:
+    run = RunStore(tmp_path / "runs").append(run, "cancelling", 1, 7.0)
+    assert fold(run, seen(ABSENT, *ALL_ZERO)).state == "done"
+    assert fold(run, seen(ABSENT, *ONE_SEVEN)).state == "cancelled"
+
+
+def test_the_first_failing_rank_is_named(run: Run) -> None:
+    told = fold(run, seen(ABSENT, *ONE_SEVEN, last_lines={3: ["boom"]}))
+    assert told.cause is not None and (told.cause.rank, told.cause.node) == (3, "n1")
+    assert "rank 3" in told.why and "7" in told.why
+
+
+def test_a_run_without_a_handle(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    lost = store.append(store.create("j-20260101-000000-bbbb", {}), "submitting", 1, 5.0, name="n", num_nodes=1)
+    assert fold(lost, seen(DOWN)).state == "unknown"
+    assert fold(lost, seen(ABSENT)).state == "failed"
+    refused = store.append(lost, "submit_failed", 1, 6.0, error="invalid partition")
+    assert "invalid partition" in fold(refused, seen(ABSENT)).why
+
+
+def test_the_journal_survives_a_crash_in_the_middle_of_a_line(run: Run, tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "runs")
+    with open(run.folder / "events.jsonl", "ab") as journal:
+        journal.write(b'{"at": 7.0, "event": "cancel')
+    assert [e.event for e in store.load(run.name).events] == ["submitting", "submitted"]
+    store.append(store.load(run.name), "cancelling", 1, 8.0)
+    assert [e.event for e in store.load(run.name).events] == ["submitting", "submitted", "cancelling"]
+
+
+def test_names_resolve_by_beginning_and_last(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    first = store.new_name("zeta", datetime.datetime(2026, 1, 1))
+    second = store.new_name("alpha", datetime.datetime(2026, 1, 2))
+    for name in (second, first):
+        store.create(name, {})
+    assert store.names() == [first, second]
+    assert store.resolve("last") == second
+    assert store.resolve("zet") == first
+    with pytest.raises(UsageError, match="no run 'x'"):
+        store.resolve("x")
+    store.create(store.new_name("alphabet", datetime.datetime(2026, 1, 3)), {})
+    with pytest.raises(UsageError, match="means 2 runs"):
+        store.resolve("alpha")
+    with pytest.raises(UsageError):
+        store.resolve("../etc")
