@@ -1,1 +1,10 @@
-"""Floor: see docs/architecture.md."""
+"""Job on cluster → Plan: nodes, training configuration, memory, fit. Pure: no clock, no I/O, no torch."""
+
+from __future__ import annotations
+
+from .batch import replan
+from .launch import job_name, launch_spec
+from .make import check_engine, make_plan
+from .reasons import CannotPlan, Reason
+
+__all__ = ["CannotPlan", "Reason", "check_engine", "job_name", "launch_spec", "make_plan", "replan"]

@@ -51,3 +51,4 @@ class Plan:
     state: StatePlan
     time_s: int | None
     global_batch: int | None
+    not_built: tuple[str, ...] = ()  # planned, but refused by name when submitted (planning.check_engine)

@@ -1,0 +1,69 @@
+"""A plan → the launch specification of one attempt."""
+
+from __future__ import annotations
+
+from ..contract.launch import LaunchSpec
+from ..specs.models import Cluster, Job
+from .plan import Plan
+
+WARN_S = 120
+
+
+def job_name(run: str, attempt: int) -> str:
+    """By it a submit that lost its answer finds its own job: unique, because run names are."""
+    return f"zerun-{run}" + (f"-{attempt}" if attempt > 1 else "")
+
+
+def launch_spec(
+    plan: Plan,
+    job: Job,
+    cluster: Cluster,
+    *,
+    run: str,
+    attempt: int,
+    run_dir: str,
+    runtime: str,
+    code: str | None,
+    token: str,
+    secrets_file: str | None,
+    resume_step: int | None,
+) -> LaunchSpec:
+    """What attempt ``attempt`` of ``run`` starts from. Paths are those of the cluster; nothing is looked at.
+
+    The job's ``env`` overlays the cluster's. A program's ``stop_grace`` is the time between the warning
+    and the limit; under Slurm the limit itself is Slurm's to enforce, so ``time_s`` is for direct alone.
+    """
+    program = job.program
+    wish = WARN_S if program is None else program.stop_grace
+    return LaunchSpec(
+        run=run,
+        attempt=attempt,
+        run_dir=run_dir,
+        runtime=runtime,
+        nodes=plan.nodes,
+        shared=cluster.paths.shared,
+        token=token,
+        python=cluster.python,
+        agent_python=cluster.agent_python,
+        train=plan.train,
+        program=plan.program,
+        code=code,
+        tensor=plan.topology.tensor,
+        device_kind=cluster.device.kind,
+        cpus_per_slot=cluster.cpus_per_slot,
+        setup=cluster.setup,
+        env={**cluster.env, **job.env},
+        secrets=job.secrets,
+        secrets_file=secrets_file,
+        interface=cluster.network.interface,
+        ports=cluster.network.ports,
+        time_s=plan.time_s if cluster.backend == "direct" else None,
+        warn_s=warn_seconds(plan.time_s, wish),
+        stop_signal="USR2" if program is None else program.stop_signal,
+        resume_step=resume_step,
+    )
+
+
+def warn_seconds(time_s: int | None, wish: int) -> int:
+    """How long before the limit the warning comes: never more than half of a short job, never nothing."""
+    return wish if time_s is None else max(1, min(wish, time_s // 2))

@@ -1,0 +1,193 @@
+"""A job on a cluster → a Plan. Pure: everything that can be decided without the cluster is decided here."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from ..contract import partition, train
+from ..contract.errors import UsageError
+from ..contract.launch import Program
+from ..contract.topology import Topology
+from ..specs.models import Cluster, Data, FactoryModel, GptModel, Job, Optimizer
+from . import batch as batches
+from . import options
+from .devices import check_precision, device_bytes, not_built
+from .memory import Elements, element_bytes, plan_state
+from .place import SlotsWish, choose_nodes
+from .plan import Plan, StatePlan
+from .reasons import CannotPlan, Reason
+
+T = TypeVar("T")
+
+
+def make_plan(
+    job: Job,
+    cluster: Cluster,
+    *,
+    nodes: int | None = None,
+    slots: SlotsWish | None = None,
+    global_batch: int | None = None,
+) -> Plan:
+    """What ``job`` on ``cluster`` comes to.
+
+    ``nodes`` and ``slots`` override the job's (a resume on another number of nodes); ``global_batch`` is
+    one that has to be kept, by changing accumulation. Raises CannotPlan with every reason at once. A state
+    that is above the device is no error here: it is told by ``plan.state.verdict``.
+    """
+    wanted = job.nodes if nodes is None else nodes
+    chosen, reasons = choose_nodes(cluster, wanted, job.slots_per_node if slots is None else slots)
+    reasons += check_precision(job, cluster)
+    reasons += _check_time(job, cluster)
+    tensor = job.parallel.tensor if job.model is not None else 1
+    world_size = sum(node.slots for node in chosen)
+    reasons += _check_tensor(job, tensor, world_size) if tensor > 1 and not reasons else []
+    if reasons:
+        raise CannotPlan(job.name, cluster.name, reasons)
+
+    topology = Topology(tuple(node.slots for node in chosen), tensor)
+    config = None
+    if job.model is not None:
+        config = _train_config(job, cluster, topology, global_batch)
+    return Plan(
+        job_name=job.name,
+        cluster_name=cluster.name,
+        backend=cluster.backend,
+        nodes=chosen,
+        topology=topology,
+        train=config,
+        program=Program(job.program.argv) if job.program is not None else None,
+        state=_state(job, cluster, topology),
+        time_s=job.time,
+        global_batch=config.batch.global_batch(topology.data_parallel) if config else None,
+        not_built=not_built(job),
+    )
+
+
+def check_engine(plan: Plan) -> None:
+    """Refuses, by name, what is planned but not built in the engine: to be asked before anything is sent."""
+    if plan.not_built:
+        raise UsageError(
+            "\n".join(f"job {plan.job_name}: {refusal}" for refusal in plan.not_built),
+            hint="zerun plan and submit --dry-run answer for it all the same",
+        )
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _check_time(job: Job, cluster: Cluster) -> list[Reason]:
+    time_max = cluster.time_max
+    if job.time is None or time_max is None or job.time <= time_max:
+        return []
+    asked, most = options.slurm_time(job.time), options.slurm_time(time_max)
+    return [Reason("time", f"time: {asked} was asked for, the cluster allows {most}", f"time: {most}")]
+
+
+def _check_tensor(job: Job, tensor: int, world_size: int) -> list[Reason]:
+    counts = [("ranks", world_size)]
+    if isinstance(job.model, GptModel):
+        counts += [("hidden", job.model.hidden), ("heads", job.model.heads), ("vocab", job.model.vocab)]
+    return [
+        Reason("tensor", f"parallel.tensor: {tensor} does not divide {what} {count}")
+        for what, count in counts
+        if count % tensor
+    ]
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def _state(job: Job, cluster: Cluster, topology: Topology) -> StatePlan:
+    budget = device_bytes(cluster)
+    if job.model is None:
+        because = "a program of the user's own: its memory is not planned"
+        return StatePlan(None, (), None, budget, "cannot be said", because)
+    zero = _need(job, job.zero, "zero")
+    each = element_bytes(job.precision, zero.gradient_dtype, _need(job, job.optimizer, "optimizer").kind)
+    elements, parameters = None, None
+    if isinstance(job.model, GptModel):
+        layout = gpt_layout(job.model, ranks=topology.data_parallel, bucket_bytes=zero.bucket)
+        elements, parameters = Elements.of_layout(layout), layout.numel
+    return plan_state(
+        elements,
+        each,
+        chosen=zero.stage,
+        world_size=topology.world_size,
+        device_bytes=budget,
+        parameters=parameters,
+    )
+
+
+def gpt_layout(model: GptModel, *, ranks: int, bucket_bytes: int) -> partition.Layout:
+    """The reference GPT's partition over ``ranks`` data-parallel ranks: what the engine builds, without torch."""
+    groups = partition.gpt_parameters(model.layers, model.hidden, model.seq_len, model.vocab)
+    return partition.build(groups, ranks=ranks, bucket_bytes=bucket_bytes)
+
+
+# --- what the engine reads ------------------------------------------------------------------------
+
+
+def _train_config(job: Job, cluster: Cluster, topology: Topology, kept: int | None) -> train.TrainConfig:
+    model, zero = job.model, _need(job, job.zero, "zero")
+    gpt = factory = None
+    if isinstance(model, GptModel):
+        gpt = train.GPT(model.layers, model.hidden, model.heads, model.seq_len, model.vocab, model.dropout)
+    elif isinstance(model, FactoryModel):
+        factory = train.Factory(model.factory, dict(model.options), model.loss)
+    evaluate = job.evaluate
+    return train.TrainConfig(
+        zero=train.Zero(zero.stage, zero.bucket, zero.gradient_dtype),
+        optimizer=_optimizer(_need(job, job.optimizer, "optimizer")),
+        batch=_batch(job, cluster, topology, kept),
+        steps=_need(job, job.steps, "steps"),
+        data=_data(_need(job, job.data, "data")),
+        gpt=gpt,
+        factory=factory,
+        precision=job.precision,
+        seed=job.seed,
+        tensor=topology.tensor,
+        evaluate=train.Evaluate(evaluate.every, evaluate.tokens) if evaluate else None,
+        checkpoint=train.Checkpointing(job.checkpoint.every_steps, job.checkpoint.every_s, job.checkpoint.keep),
+    )
+
+
+def _batch(job: Job, cluster: Cluster, topology: Topology, kept: int | None) -> train.Batch:
+    wanted = _need(job, job.batch, "batch")
+    if kept is not None:
+        if kept % (wanted.micro * topology.data_parallel):
+            each = topology.slots[0] if len(set(topology.slots)) == 1 and topology.tensor == 1 else None
+            message = batches.cannot_keep(kept, wanted.micro, topology.data_parallel, ranks_a_node=each)
+            raise CannotPlan(job.name, cluster.name, [Reason("batch", message)])
+        return train.Batch(wanted.micro, kept // (wanted.micro * topology.data_parallel))
+    batch, reason = batches.derive(
+        micro=wanted.micro,
+        accumulation=wanted.accumulation,
+        global_batch=wanted.global_,
+        data_parallel=topology.data_parallel,
+    )
+    if reason is not None:
+        raise CannotPlan(job.name, cluster.name, [reason])
+    return batch
+
+
+def _optimizer(optimizer: Optimizer) -> train.AdamW:
+    return train.AdamW(
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        clip=optimizer.clip,
+        warmup=optimizer.warmup,
+        schedule=optimizer.schedule,
+    )
+
+
+def _data(data: Data) -> train.Data:
+    return train.Data(data.text, data.tokens, data.heldout, data.factory, dict(data.options))
+
+
+def _need(job: Job, value: T | None, key: str) -> T:
+    """A key that a job with a model has to have; the description's own check says it first, with its place."""
+    if value is None:
+        raise UsageError(f"job {job.name}: {key} is missing beside model")
+    return value

@@ -1,0 +1,277 @@
+"""State memory in closed form: what a rank owns, in exact integers (ZeRO paper §3.1 and §5).
+
+Owning state is one question, fitting a step is another: activations, gathered parameters, buckets and
+temporaries are not here. With Ψ trainable parameters and N data-parallel ranks a rank holds
+
+    stage 0   (w + g + k)·Ψ                    w  bytes of a weight in the working precision
+    stage 1   (w + g)·Ψ + k·Ψ/N                g  bytes of a gradient (``zero.gradient_dtype``)
+    stage 2   w·Ψ + (g + k)·Ψ/N                k  optimizer bytes: moments, and an fp32 master
+    stage 3   (w + g + k)·Ψ/N                     where w is not fp32 itself
+
+Frozen parameters cost weights only. Parameters of a known layout are divided unit by unit and padded,
+as contract.partition does; a plain count is divided once and replicated without padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..contract.partition import Layout
+from .plan import StageMemory, StatePlan
+
+ZERO_STAGES = (0, 1, 2, 3)
+PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}
+"""fp32 values that an optimizer keeps for each parameter."""
+
+_PADDING_SEARCH = 4096
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """State bytes of one trainable parameter, undivided. The paper's K is ``optimizer``."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def element_bytes(precision: str, gradient_dtype: str, optimizer: str = "adamw") -> ElementBytes:
+    """fp32 AdamW: 4 + 4 + 8; bf16 and fp16 keep an fp32 master beside the moments: 2 + g + 12."""
+    master = 0 if precision == "fp32" else 4
+    return ElementBytes(PRECISION_BYTES[precision], PRECISION_BYTES[gradient_dtype], master + 4 * MOMENTS[optimizer])
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements that a tensor rank's data-parallel group holds, in pieces that are divided one by one."""
+
+    trainable: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
+    padded: bool = False  # replicated buffers carry the padding too, as the engine's flat units do
+    tensor: int = 1
+
+    @classmethod
+    def of_count(cls, parameters: int, *, frozen: int = 0, tensor: int = 1) -> Elements:
+        """A plain count, all of it divided evenly by the tensor degree."""
+        return cls((_share(parameters, tensor),), (_share(frozen, tensor),) if frozen else (), False, tensor)
+
+    @classmethod
+    def of_layout(cls, layout: Layout) -> Elements:
+        """The units of a model. The layout's own number of ranks plays no part."""
+        return cls(
+            tuple(unit.numel for unit in layout.units if unit.trainable),
+            tuple(unit.numel for unit in layout.units if not unit.trainable),
+            True,
+            layout.tensor,
+        )
+
+    def shard(self, ranks: int) -> Elements:
+        """What the rank that owns most holds of each piece."""
+        return Elements(
+            tuple(_share(n, ranks) for n in self.trainable),
+            tuple(_share(n, ranks) for n in self.frozen),
+            self.padded,
+            self.tensor,
+        )
+
+    def whole(self, ranks: int) -> Elements:
+        """What a rank holds where the pieces are replicated, laid out for ``ranks``."""
+        if not self.padded:
+            return self
+        part = self.shard(ranks)
+        return Elements(
+            tuple(n * ranks for n in part.trainable), tuple(n * ranks for n in part.frozen), True, self.tensor
+        )
+
+
+def _share(elements: int, ranks: int) -> int:
+    return -(-elements // ranks)
+
+
+def stage_memory(
+    zero_stage: int, elements: Elements, each: ElementBytes, ranks: int, device_bytes: int | None = None
+) -> StageMemory:
+    """State of one of ``ranks`` data-parallel ranks (times the tensor degree: the world size)."""
+    whole, shard = elements.whole(ranks), elements.shard(ranks)
+    weights = shard if zero_stage >= 3 else whole
+    gradients = shard if zero_stage >= 2 else whole
+    optimizer = shard if zero_stage >= 1 else whole
+    parameters_bytes = each.weights * (sum(weights.trainable) + sum(weights.frozen))
+    gradients_bytes = each.gradients * sum(gradients.trainable)
+    optimizer_bytes = each.optimizer * sum(optimizer.trainable)
+    total = parameters_bytes + gradients_bytes + optimizer_bytes
+    return StageMemory(
+        zero_stage=zero_stage,
+        parameters_bytes=parameters_bytes,
+        gradients_bytes=gradients_bytes,
+        optimizer_bytes=optimizer_bytes,
+        total_bytes=total,
+        all_ranks_bytes=_all_ranks(zero_stage, elements, each, ranks, total),
+        floor_bytes=floor_bytes(zero_stage, elements, each),
+        fits=None if device_bytes is None else total <= device_bytes,
+        smallest_ranks_that_fit=(
+            None if device_bytes is None else smallest_ranks(zero_stage, elements, each, device_bytes)
+        ),
+    )
+
+
+def _all_ranks(zero_stage: int, elements: Elements, each: ElementBytes, ranks: int, total: int) -> int:
+    """Over the whole world. A padded layout is equal on all ranks; a plain count is divided exactly."""
+    if elements.padded:
+        return total * ranks * elements.tensor
+    replicated, divided = _split(zero_stage, each)
+    trainable, frozen = sum(elements.trainable), sum(elements.frozen)
+    frozen_copies = 1 if zero_stage >= 3 else ranks
+    group = (replicated * ranks + divided) * trainable + each.weights * frozen * frozen_copies
+    return group * elements.tensor
+
+
+def _split(zero_stage: int, each: ElementBytes) -> tuple[int, int]:
+    """Bytes of a trainable parameter that every rank holds, and bytes that are divided."""
+    replicated = each.total
+    replicated -= each.optimizer if zero_stage >= 1 else 0
+    replicated -= each.gradients if zero_stage >= 2 else 0
+    replicated -= each.weights if zero_stage >= 3 else 0
+    return replicated, each.total - replicated
+
+
+def floor_bytes(zero_stage: int, elements: Elements, each: ElementBytes) -> int:
+    """What a rank never goes below, however many ranks there are: the limit of N to infinity, unpadded."""
+    replicated, _ = _split(zero_stage, each)
+    frozen = 0 if zero_stage >= 3 else each.weights * sum(elements.frozen)
+    return replicated * sum(elements.trainable) + frozen
+
+
+def smallest_ranks(zero_stage: int, elements: Elements, each: ElementBytes, device_bytes: int) -> int | None:
+    """The smallest world size (a multiple of the tensor degree) whose state fits; None: no number helps."""
+
+    def total(ranks: int) -> int:
+        whole, shard = elements.whole(ranks), elements.shard(ranks)
+        replicated, divided = _split(zero_stage, each)
+        frozen = sum((shard if zero_stage >= 3 else whole).frozen)
+        return replicated * sum(whole.trainable) + divided * sum(shard.trainable) + each.weights * frozen
+
+    def bound(ranks: int) -> int:
+        """Below ``total`` by the padding of what is replicated, and falling as ranks are added."""
+        shard = elements.shard(ranks)
+        _, divided = _split(zero_stage, each)
+        frozen = each.weights * sum(shard.frozen) if zero_stage >= 3 else 0
+        return floor_bytes(zero_stage, elements, each) + divided * sum(shard.trainable) + frozen
+
+    low, high = 1, max((*elements.trainable, *elements.frozen, 1))
+    if bound(high) > device_bytes:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if bound(middle) <= device_bytes else (middle + 1, high)
+    # Padding comes and goes with the number of ranks: the first that fits is at most a little further.
+    for ranks in range(low, low + _PADDING_SEARCH):
+        if total(ranks) <= device_bytes:
+            return ranks * elements.tensor
+    return None
+
+
+def largest_model(zero_stage: int, each: ElementBytes, ranks: int, device_bytes: int, *, tensor: int = 1) -> int:
+    """The most parameters whose state fits on each of ``ranks`` data-parallel × ``tensor`` ranks."""
+    replicated, divided = _split(zero_stage, each)
+
+    def fits(elements: int) -> bool:
+        return replicated * elements + divided * _share(elements, ranks) <= device_bytes
+
+    low, high = 0, device_bytes * ranks + 1
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * tensor
+
+
+def plan_state(
+    elements: Elements | None,
+    each: ElementBytes,
+    *,
+    chosen: int | None,
+    world_size: int,
+    device_bytes: int | None,
+    parameters: int | None = None,
+) -> StatePlan:
+    """All four stages on ``world_size`` ranks, and whether the ``chosen`` one fits the device.
+
+    ``elements`` None: nobody counted the parameters (a model of the user's own). ``parameters`` is told
+    where it differs from the sum of the elements (tensor parallelism).
+    """
+    if elements is None:
+        because = "the parameters of a factory's model are not counted here"
+        return StatePlan(None, (), chosen, device_bytes, "cannot be said", because)
+    ranks = world_size // elements.tensor
+    stages = tuple(stage_memory(stage, elements, each, ranks, device_bytes) for stage in ZERO_STAGES)
+    count = parameters if parameters is not None else sum(elements.trainable) + sum(elements.frozen)
+    verdict, because = _judge(stages, chosen, world_size, device_bytes)
+    return StatePlan(count, stages, chosen, device_bytes, verdict, because)
+
+
+Verdict = Literal["fits", "does not fit", "cannot be said"]
+
+
+def _judge(
+    stages: tuple[StageMemory, ...], chosen: int | None, world_size: int, device_bytes: int | None
+) -> tuple[Verdict, str]:
+    if chosen is None:
+        return "cannot be said", "no ZeRO stage was chosen"
+    stage = stages[chosen]
+    if device_bytes is None:
+        return "cannot be said", "the cluster's description has no device memory (device: {memory: …})"
+    if stage.fits:
+        owns, device = readable(stage.total_bytes), readable(device_bytes)
+        return "fits", f"stage {chosen} owns {owns} a rank of {device}; what a step needs beside is not in this"
+    if stage.smallest_ranks_that_fit is None:
+        floor, device = _apart(stage.floor_bytes, device_bytes)
+        because = f"stage {chosen}: the floor {floor} is above the {device} of a device: no number of ranks helps"
+    else:
+        owns, device = _apart(stage.total_bytes, device_bytes)
+        because = (
+            f"stage {chosen} owns {owns} a rank, above the {device} of a device: "
+            f"it needs ≥ {stage.smallest_ranks_that_fit} ranks, the job has {world_size}"
+        )
+    return "does not fit", because + _way_out(stages, chosen)
+
+
+def _way_out(stages: tuple[StageMemory, ...], chosen: int) -> str:
+    """The next stage that would fit, tried rather than guessed."""
+    for stage in stages[chosen + 1 :]:
+        if stage.fits:
+            return f"; stage {stage.zero_stage} would fit ({readable(stage.total_bytes)} a rank)"
+    for stage in stages[chosen + 1 :]:
+        if stage.smallest_ranks_that_fit is not None:
+            return f"; stage {stage.zero_stage} would fit from {stage.smallest_ranks_that_fit} ranks on"
+    return ""
+
+
+def _apart(above: int, below: int) -> tuple[str, str]:
+    """Two sizes as text that can be told apart."""
+    texts = readable(above), readable(below)
+    return texts if texts[0] != texts[1] else (f"{above} B", f"{below} B")
+
+
+def readable(count: int) -> str:
+    """Decimal units, three digits: ``14 GB``, ``31.4 GB``, ``512 B``. Half is rounded up."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{three_digits(count, size)} {unit}"
+    return f"{count} B"
+
+
+def three_digits(count: int, size: int) -> str:
+    """``count / size`` as the paper's tables print it: whole numbers from 100 on truncated, smaller ones to
+    three significant digits at most (two after the point), half up, without trailing zeros."""
+    if count >= 100 * size:
+        return str(count // size)
+    places = 1 if count >= 10 * size else 2
+    scaled = (2 * count * 10**places + size) // (2 * size)  # half up, in integers
+    text = f"{scaled // 10**places}.{scaled % 10**places:0{places}d}"
+    return text.rstrip("0").rstrip(".")
