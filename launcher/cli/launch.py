@@ -1,0 +1,127 @@
+"""Verbs that change something on a cluster: submit, cancel, wait, resume."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..contract.errors import Exit
+from . import options, show
+
+if TYPE_CHECKING:
+    from ..app import App, Submitted
+
+Follow = Annotated[
+    bool, typer.Option("--follow", "-f", help="Shows every rank's lines (stderr) and ends as the job ends.")
+]
+
+
+def submit_verb(
+    job: options.Job,
+    cluster: options.Cluster = None,
+    sets: options.Sets = None,
+    follow: Follow = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Prints the script that would be submitted, and the plan (stderr).")
+    ] = False,
+    templates: options.Templates = None,
+) -> None:
+    """Submits a job and prints the run's id, alone, on stdout.
+
+    With --follow the exit code is the job's. Ctrl-C while following detaches; the job goes on.
+    """
+    app = options.open_app(templates)
+    if dry_run:
+        _dry_run(app, job, cluster, sets or [])
+        return
+    submitted = app.submit(job, cluster, sets or [])
+    _announce(submitted, follow)
+    if follow:
+        _follow_and_exit(app, submitted.run)
+
+
+def _announce(submitted: Submitted, follow: bool) -> None:
+    """The id alone on stdout, so that ``RUN=$(zerun submit …)`` works; all else on stderr."""
+    show.data(submitted.run)
+    sys.stdout.flush()
+    for text in submitted.notes:
+        show.note(text)
+    if not follow:
+        show.note(f"submitted; look with: zerun status {submitted.run}    zerun logs {submitted.run} -f")
+
+
+def _dry_run(app: App, job: Path, cluster: str | None, sets: list[str]) -> None:
+    """The script on stdout, byte for byte what render prints; the plan beside it on stderr."""
+    from .describe import plan_lines, refuse_if_too_large
+
+    prepared = app.prepare(job, cluster, sets)
+    for line in (*plan_lines(prepared.plan), "", *prepared.notes):
+        show.note(line)
+    refuse_if_too_large(prepared.plan)
+    show.data_bytes(prepared.script)
+    show.note("nothing was submitted (--dry-run)")
+
+
+def _follow_and_exit(app: App, run: str) -> None:
+    from .follow import follow
+
+    code = follow(app, run)
+    if code:
+        raise typer.Exit(code)
+
+
+def cancel_verb(run: options.Run, as_json: options.Json = False) -> None:
+    """Ends every process of a run, on every node, and nothing else."""
+    from .follow import print_state
+
+    app = options.open_app()
+    print_state(app.cancel(app.resolve(run)), as_json)
+
+
+def wait_verb(
+    run: options.Run,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Gives up then, with exit 10.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Waits until a run has ended; the exit code is the job's."""
+    from ..app import exit_code_of
+    from .follow import detached, print_state
+
+    app = options.open_app()
+    name = app.resolve(run)
+    try:
+        state = app.wait(name, timeout, show.note)
+    except KeyboardInterrupt:
+        detached(name)
+        raise typer.Exit(int(Exit.INTERRUPTED)) from None
+    print_state(state, as_json)
+    code = exit_code_of(state)
+    if code:
+        raise typer.Exit(code)
+
+
+def resume_verb(
+    run: options.Run,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="M", min=1, help="Another number of nodes. Default: as before.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="S", min=0, help="This checkpoint. Default: the newest whole one.")
+    ] = None,
+    follow: Follow = False,
+) -> None:
+    """Starts a run's next attempt from a checkpoint, on the same or another number of ranks.
+
+    The global batch stays what it was. Says which checkpoints were looked at, which was taken, and why.
+    Prints the run's id on stdout.
+    """
+    app = options.open_app()
+    resumed = app.resume(app.resolve(run), nodes=nodes, step=step, notice=show.note)
+    _announce(resumed, follow)
+    if follow:
+        _follow_and_exit(app, resumed.run)

@@ -1,0 +1,49 @@
+"""The arguments and options that several verbs share, so that they mean and say the same everywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..app import App
+
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="The job's YAML file.", show_default=False)]
+ClusterName = Annotated[
+    str | None,
+    typer.Argument(metavar="[CLUSTER]", help="A name in clusters/, or a path. Default: $ZERUN_CLUSTER, then yours."),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", "-c", metavar="CLUSTER", help="A name in clusters/, or a path. Default: the job's, $ZERUN_CLUSTER."
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Overrides a key of the job: --set zero.stage=3."),
+]
+Templates = Annotated[
+    Path | None, typer.Option("--templates", metavar="DIR", help="Templates that replace ours, by the same names.")
+]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's id, a unique beginning of one, or `last`.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Prints one JSON value instead of text.")]
+
+
+def open_app(templates: Path | None = None) -> App:
+    """The use cases; imported here because only verbs that run need them."""
+    from ..app import App
+
+    return App(templates=templates)
+
+
+def plain_description(value: Any) -> Any:
+    """A typed description as JSON values: what was read, with every default filled in."""
+    dumped: Mapping[str, Any] = json.loads(value.model_dump_json(by_alias=True))
+    return dumped

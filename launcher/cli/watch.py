@@ -1,0 +1,93 @@
+"""Verbs that look at runs: ls, status, logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..contract.errors import Exit
+from . import options, show
+
+if TYPE_CHECKING:
+    from ..runs import RunState
+
+
+def ls_verb(as_json: options.Json = False) -> None:
+    """Lists the runs, oldest first, with their states."""
+    states = options.open_app().list_runs()
+    if as_json:
+        show.data_json([s.to_plain() for s in states])
+        return
+    show.table(("run", "state", "since", "cluster", "attempt", "ranks"), [_row(s) for s in states])
+
+
+def _row(state: RunState) -> tuple[str, ...]:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since)) if state.since is not None else "-"
+    ranks = str(state.ranks) if state.ranks else "-"
+    return (state.run, state.state, since, state.cluster, str(state.attempt), ranks)
+
+
+def status_verb(
+    run: options.Run,
+    as_json: options.Json = False,
+    exit_status: Annotated[
+        bool, typer.Option("--exit-status", help="Exits as `wait` would: the job's code, 10 while it goes on.")
+    ] = False,
+) -> None:
+    """Says what a run does, where, since when, and what to do next.
+
+    Of a failed one: the first rank that failed, its node, exit code or signal, and its last lines.
+    """
+    from ..app import exit_code_of
+    from .follow import print_state
+
+    app = options.open_app()
+    state = app.status(app.resolve(run))
+    print_state(state, as_json)
+    if exit_status and exit_code_of(state):
+        raise typer.Exit(exit_code_of(state))
+
+
+def logs_verb(
+    run: options.Run,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Goes on as lines come, until the run ends.")] = False,
+    ranks: Annotated[str | None, typer.Option("--rank", "-r", metavar="RANKS", help="Only these ranks: 0,3-7.")] = None,
+    node: Annotated[
+        list[str] | None, typer.Option("--node", "-n", metavar="NODES", help="Only these nodes: node[01-03].")
+    ] = None,
+    grep: Annotated[
+        str | None, typer.Option("--grep", "-g", metavar="REGEX", help="Only lines in which this is found.")
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option("--since", metavar="WHEN", help="Only lines younger than this: 90s, 10m, 2h, or an ISO time."),
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option("--tail", metavar="N", min=0, help="Only each rank's last N lines (of what is there).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints a JSON object a line.")] = False,
+) -> None:
+    """Prints every rank's lines, merged by time, each behind `rank@node`.
+
+    Ctrl-C while following detaches; the job goes on.
+    """
+    from ..logs.select import select
+    from .follow import detached
+    from .lines import LineWriter
+
+    chosen = select(ranks=ranks, nodes=node or [], grep=grep, since=since, tail=tail)
+    app = options.open_app()
+    name = app.resolve(run)
+    writer = LineWriter(
+        sys.stdout.buffer, coloured=show.coloured(sys.stdout), at_once=follow or sys.stdout.isatty(), as_json=as_json
+    )
+    try:
+        for line in app.logs(name, chosen, follow=follow, notice=show.note):
+            writer.write(line)
+    except KeyboardInterrupt:
+        if follow:
+            detached(name)
+        raise typer.Exit(int(Exit.INTERRUPTED)) from None

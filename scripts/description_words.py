@@ -1,0 +1,173 @@
+"""What every key of a description accepts and means: the words of docs/descriptions.md."""
+
+from __future__ import annotations
+
+# ruff: noqa: E501  (a line a key reads better than a cut one)
+
+HEAD = """# Descriptions
+
+<!-- Written by scripts/gen_description_docs.py (`make docs`) from the models. Do not edit. -->
+
+Every key is checked. A mistake is told as `file:line:column: what is wrong, what is accepted, did you mean`, and all of
+them at once. A key that is not built yet is refused by name, never ignored. `--set a.b=value` overrides a key of the job
+and goes through the same checks; `zerun cluster show` prints a cluster as it was understood.
+
+Text stays text: `partition: NO`, `account: 0123` mean what they say. A key with the value null counts as not written.
+"""
+
+UNITS = """## Units
+
+| kind | examples | |
+|---|---|---|
+| bytes | `32GB` `32GiB` `25MB` | 32·10⁹, 32·2³⁰, 25·10⁶ |
+| rate | `800Gbps` `300GB/s` | bits and bytes a second; `800Gbps` is 10¹¹ bytes a second |
+| duration | `90s` `30min` `2h` `1h30min` `1d` | a number without a unit is refused |
+| Slurm time | `24:00:00` `1-12` `90:00` `30` | Slurm's own forms: H:M:S, D-H, M:S, minutes; and durations as above |
+| FLOP/s | `312T` `15.7T` | 10¹² a second |
+| node list | `node[01-04,7]` `a1,b[2-3]` | Slurm's syntax; order and zero padding are kept: rank 0 stands on the first named |
+"""
+
+SECTIONS: dict[str, tuple[str, str]] = {
+    "Cluster": ("", ""),
+    "Login": ("`login`", "How the Slurm login node is reached; left out where zerun runs on it."),
+    "Slurm": ("`slurm`", "Options of sbatch. What the launcher owns (nodes, tasks, output, export, …) cannot be given."),
+    "Nodes": ("`nodes`, as a mapping", "Under Slurm `names` may be left out: Slurm chooses."),
+    "NodeEntry": ("`nodes`, as a list", "`backend: direct`, where nodes differ: one entry a node."),
+    "Device": ("`device`", "What stands behind each slot."),
+    "Network": ("`network`", ""),
+    "Paths": ("`paths`", ""),
+    "Ssh": ("`ssh`", "Also `~/.ssh/config` is read; what stands here goes before it."),
+    "Job": ("", "Either `model … steps`, trained by our engine, or `program`."),
+    "Code": ("`code`", "What is shipped: the job file's git root, with uncommitted and untracked-but-not-ignored files; outside git the job file's own folder."),
+    "GptModel": ("`model`: the reference GPT", "Pre-norm, learned positions, tied embedding."),
+    "FactoryModel": ("`model`: your own", "`factory(**options) -> nn.Module`, called on the meta device."),
+    "Data": ("`data`", "Exactly one of `text`, `tokens` and `factory`."),
+    "Zero": ("`zero`", ""),
+    "Parallel": ("`parallel`", ""),
+    "Optimizer": ("`optimizer`", ""),
+    "Batch": ("`batch`", "`global` and `micro` (accumulation follows), or `micro` and `accumulation`."),
+    "Evaluate": ("`evaluate`", ""),
+    "Checkpoint": ("`checkpoint`", ""),
+    "Program": ("`program`", "Your own script, unchanged, once a slot, with torchrun's variables; instead of `model … steps`."),
+}  # fmt: skip
+
+_NAME = "a name: letters, digits, `.` `_` `-`"
+_ENV = "mapping of text"
+
+MEANINGS: dict[str, tuple[str, str]] = {
+    "Cluster.name": (_NAME, "what runs and messages call it"),
+    "Cluster.backend": ("`slurm` `direct`", "how jobs start; `ssh` is accepted for `direct`"),
+    "Cluster.login": ("mapping", "the Slurm login node"),
+    "Cluster.slurm": ("mapping", "partition, account, …"),
+    "Cluster.nodes": ("mapping or list", "the nodes and their slots"),
+    "Cluster.device": ("mapping", "what stands behind a slot"),
+    "Cluster.network": ("mapping", "how fast, which interface, which ports"),
+    "Cluster.paths": ("mapping", "where runs live"),
+    "Cluster.setup": ("bash text", "run on every node before the ranks, without `set -u`; its output is kept"),
+    "Cluster.python": ("program", "starts the ranks; looked up after `setup`. Left out: `python3`, and on the laptop the Python that runs zerun"),
+    "Cluster.agent_python": ("program", "starts the agent, before `setup`: any Python ≥ 3.9, no package needed"),
+    "Cluster.env": (_ENV, "environment of every rank, after `setup`, before the job's"),
+    "Cluster.ssh": ("mapping", "how nodes are reached"),
+    "Login.host": ("host name or address", "or a name of your ssh configuration"),
+    "Login.user": ("user name", "default: the ssh configuration's, then yours"),
+    "Login.port": ("1 to 65535", ""),
+    "Login.via": ("`fabric`", "which SSH carries the control connection"),
+    "Slurm.partition": ("word", "`--partition`"),
+    "Slurm.account": ("word", "`--account`"),
+    "Slurm.qos": ("word", "`--qos`"),
+    "Slurm.constraint": ("word", "`--constraint`"),
+    "Slurm.reservation": ("word", "`--reservation`"),
+    "Slurm.exclusive": ("`true` `false`", "`--exclusive`: whole nodes"),
+    "Slurm.gpus_by": ("`gres` `gpus-per-node` `none`", "how GPUs are asked for, one a slot"),
+    "Slurm.gpu_type": ("word", "the type in `--gres=gpu:TYPE:N`"),
+    "Slurm.extra": ("mapping", "any other long option of sbatch: `mail-type: END`; null for one without a value"),
+    "Nodes.names": ("node list", "the nodes"),
+    "Nodes.hostfile": ("path", "a file of lines `host slots=N`, beside the cluster's file; `backend: direct`"),
+    "Nodes.slots": ("1 or more", "ranks that a node has room for; 1 when left out"),
+    "Nodes.cpus_per_slot": ("1 or more", "asked for on sbatch and srun; also the ranks' OMP_NUM_THREADS"),
+    "Nodes.memory_per_slot": ("bytes", "host memory asked for, on sbatch and srun"),
+    "Nodes.time_max": ("Slurm time", "a job that asks for more is refused here"),
+    "NodeEntry.name": ("host name", "what records and logs call it"),
+    "NodeEntry.address": ("host name or address", "what to connect to; left out: the name"),
+    "NodeEntry.slots": ("1 or more", "ranks on this node"),
+    "NodeEntry.devices": ("list of numbers", "which devices, one a slot"),
+    "Device.kind": ("`cpu` `gpu`", ""),
+    "Device.model": ("text", "as people call it"),
+    "Device.memory": ("bytes", "of one device, as its driver says; left out: whether a plan fits cannot be said"),
+    "Device.reserve": ("bytes", "what driver and libraries hold of it"),
+    "Device.peak_flops": ("mapping of FLOP/s", "by precision: `{bf16: 312T}`"),
+    "Device.precisions": ("list of `fp32` `bf16` `fp16`", "what it computes in; a job in another is refused. Left out: all are taken to work"),
+    "Network.inside": ("rate", "between slots of one node, a slot"),
+    "Network.between": ("rate", "between nodes, a node and direction, shared by its slots"),
+    "Network.interface": ("interface name", "what gloo and NCCL bind to, where a node has several"),
+    "Network.ports": ("`20000-29999`", "ports that jobs may use, both ends included"),
+    "Paths.runs": ("path", "the folder of runs on the cluster; `~` and `$NAME` are expanded there, all else is literal"),
+    "Paths.shared": ("`true` `false`", "one filesystem under `runs` for all nodes. With Slurm it must be"),
+    "Ssh.config": ("path", "an OpenSSH client configuration, beside the cluster's file; used by the control connections, ssh and rsync alike"),
+    "Ssh.jump": ("`[user@]host[:port]`", "a gate before the nodes"),
+    "Ssh.user": ("user name", ""),
+    "Ssh.port": ("1 to 65535", ""),
+    "Ssh.key": ("path", "a private key"),
+    "Ssh.connections": ("1 or more", "logins at once; sshd refuses too many (`MaxStartups`)"),
+    "Job.name": (_NAME, "runs are named after it"),
+    "Job.nodes": ("1 or more", "how many nodes"),
+    "Job.slots_per_node": ("a number or `all`", "ranks a node"),
+    "Job.time": ("Slurm time", "the job's limit; kept by Slurm, or by the agents' own clocks under `direct`"),
+    "Job.code": ("mapping", "what is shipped"),
+    "Job.model": ("mapping", "what is trained"),
+    "Job.data": ("mapping", "what it is trained on"),
+    "Job.zero": ("mapping", "what is partitioned"),
+    "Job.parallel": ("mapping", "other kinds of parallelism"),
+    "Job.precision": ("`fp32`", "`bf16` and `fp16` are described, not built: refused when a job starts"),
+    "Job.optimizer": ("mapping", ""),
+    "Job.batch": ("mapping", "samples a step"),
+    "Job.steps": ("1 or more", "optimizer steps"),
+    "Job.seed": ("whole number", "of weights, samples and dropout"),
+    "Job.evaluate": ("mapping", "held-out loss on the way; without it at the end only if there is held-out data"),
+    "Job.recompute": ("`none`", ""),
+    "Job.checkpoint": ("mapping", "when checkpoints are written; without it one at the end"),
+    "Job.env": (_ENV, "environment of every rank, after the cluster's"),
+    "Job.secrets": ("list of names", "variables of *your* environment, given to the ranks, written nowhere else"),
+    "Job.program": ("mapping", "your own script"),
+    "Job.cluster": ("name or path", "the default of `--cluster`"),
+    "Code.root": ("path", "another root, relative to the job's file"),
+    "Code.exclude": ("list of patterns", "not shipped"),
+    "Code.limit": ("bytes", "a larger bundle is refused, naming its largest files"),
+    "GptModel.kind": ("`gpt`", ""),
+    "GptModel.layers": ("1 or more", "blocks"),
+    "GptModel.hidden": ("1 or more", "width; a multiple of `heads`"),
+    "GptModel.heads": ("1 or more", ""),
+    "GptModel.seq_len": ("1 or more", "tokens a sample"),
+    "GptModel.vocab": ("2 or more", "256: a token is a byte"),
+    "GptModel.dropout": ("0 to below 1", ""),
+    "FactoryModel.factory": ("`module:function`", "in the shipped code, or installed on the cluster"),
+    "FactoryModel.options": ("mapping", "its keyword arguments"),
+    "FactoryModel.loss": ("`module:function`", "`loss(model, batch) -> scalar`; left out: a scalar, an output with `.loss`"),
+    "Data.text": ("`python-stdlib`", "a corpus that every machine has: the sources of Python's standard library, split by file"),
+    "Data.tokens": ("path", "a token file of `zerun data prepare`; relative: in the shipped code; absolute: on the cluster"),
+    "Data.heldout": ("path", "the same, for held-out loss; goes with `tokens`"),
+    "Data.factory": ("`module:function`", "`data(split, start_sample, **options) -> iterator`"),
+    "Data.options": ("mapping", "the factory's keyword arguments"),
+    "Zero.stage": ("`0` `1` `2` `3`", "0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"),
+    "Zero.bucket": ("bytes", "size of a message"),
+    "Zero.gradient_dtype": ("`fp32`", "of accumulated gradients"),
+    "Parallel.tensor": ("`1`", "tensor-parallel degree; above 1 is not built yet"),
+    "Optimizer.kind": ("`adamw`", ""),
+    "Optimizer.lr": ("above 0", "highest learning rate"),
+    "Optimizer.weight_decay": ("0 or more", "decoupled"),
+    "Optimizer.betas": ("two numbers", ""),
+    "Optimizer.eps": ("above 0", ""),
+    "Optimizer.clip": ("above 0", "global gradient norm; left out: no clipping"),
+    "Optimizer.warmup": ("steps", "linear rise"),
+    "Optimizer.schedule": ("`cosine` `constant`", "cosine falls to a tenth of `lr` at the last step"),
+    "Batch.global": ("samples", "a step, over all ranks; a resume on another number of ranks keeps it"),
+    "Batch.micro": ("samples", "a rank at once"),
+    "Batch.accumulation": ("1 or more", "micro-batches a step"),
+    "Evaluate.every": ("steps", "the last step is always evaluated"),
+    "Evaluate.tokens": ("tokens", "how much held-out text"),
+    "Checkpoint.every": ("steps, or a duration", "`50` or `30min`"),
+    "Checkpoint.keep": ("1 or more", "the newest that stay; left out: all"),
+    "Program.argv": ("list", "`[python, train.py]`: an argument list, never a shell line"),
+    "Program.stop_signal": ("signal name", "before a limit or a graceful stop; the script may save and exit 75"),
+    "Program.stop_grace": ("duration", "how long it has for that"),
+}  # fmt: skip
