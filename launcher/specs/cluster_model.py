@@ -1,0 +1,418 @@
+"""What every key of a cluster's description means. Bytes and bytes a second are integers, times seconds."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from ..contract.folder import is_safe_name
+from . import nodelist, units, values
+from .description import Description
+from .environment import Env
+from .mistakes import Mistake, did_you_mean, raise_together, wrong
+from .values import FREEZE, LIST, Bytes, Count, Flag, Line, PortRange, Rate, Whole, Word, choice
+
+LOCAL_NAME = "localhost"
+
+
+def name_problem(name: str) -> str | None:
+    if is_safe_name(name) and "\n" not in name:
+        return None
+    return f"name {name!r} is not safe; accepted: up to 128 letters, digits, '.', '_', '-', first a letter or digit"
+
+
+Name = Annotated[str, BeforeValidator(values.checked(name_problem))]
+
+
+class Login(Description):
+    """The Slurm login node; left out where zerun runs on it."""
+
+    host: values.Address
+    user: values.User | None = None
+    port: values.Port | None = None
+    via: Annotated[Literal["fabric"], choice("fabric", not_built=["openssh"])] = "fabric"
+
+
+# What the launcher sets itself, and where its value comes from.
+OWNED_OPTIONS: Mapping[str, str] = {
+    "account": "slurm.account",
+    "array": "",
+    "chdir": "",
+    "constraint": "slurm.constraint",
+    "cpus-per-task": "nodes.cpus_per_slot",
+    "error": "",
+    "exclusive": "slurm.exclusive",
+    "export": "env",
+    "export-file": "env",
+    "gpus-per-node": "slurm.gpus_by",
+    "gres": "slurm.gpus_by",
+    "help": "",
+    "input": "",
+    "job-name": "the job's name",
+    "mem": "nodes.memory_per_slot",
+    "no-requeue": "",
+    "nodes": "the job's nodes",
+    "ntasks": "",
+    "ntasks-per-node": "",
+    "open-mode": "",
+    "output": "",
+    "parsable": "",
+    "partition": "slurm.partition",
+    "qos": "slurm.qos",
+    "quiet": "",
+    "requeue": "",
+    "reservation": "slurm.reservation",
+    "signal": "",
+    "test-only": "",
+    "time": "the job's time",
+    "usage": "",
+    "verbose": "",
+    "version": "",
+    "wait": "",
+    "wrap": "",
+}
+
+
+def _extra(value: Any) -> dict[str, str | None]:
+    given = values.mapped(value)
+    raise_together(m for m in (_extra_mistake(name, v) for name, v in given.items()) if m)
+    return {str(k): None if v is None else str(v) for k, v in given.items()}
+
+
+def _extra_mistake(name: str, value: Any) -> Mistake | None:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name, re.ASCII):
+        return Mistake(
+            (name,), f"{name!r} is not a long option of sbatch; accepted: names like mail-type, without '--'", True
+        )
+    # sbatch takes any unambiguous beginning of an option for the option itself.
+    owned = name if name in OWNED_OPTIONS else next((o for o in OWNED_OPTIONS if o.startswith(name)), None)
+    if owned is not None:
+        instead = OWNED_OPTIONS[owned]
+        return Mistake(
+            (name,), f"option {name!r} is set by the launcher" + (f"; write {instead}" if instead else ""), True
+        )
+    if value is not None:
+        try:
+            values.line(value)
+        except PydanticCustomError as problem:
+            return Mistake((name,), problem.message())
+    return None
+
+
+class Slurm(Description):
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
+    reservation: Word | None = None
+    exclusive: Flag = False
+    gpus_by: Annotated[Literal["gres", "gpus-per-node", "none"], choice("gres", "gpus-per-node", "none")] = "none"
+    gpu_type: Word | None = None
+    extra: Annotated[dict[str, str | None], BeforeValidator(_extra), FREEZE] = Field(
+        default_factory=lambda: values.freeze({}),
+        description="any other sbatch option; null: one without a value",
+    )
+
+    @classmethod
+    def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
+        if "gpu_type" in given and given.get("gpus_by", "none") == "none":
+            yield Mistake(("gpu_type",), "gpu_type needs gpus_by: gres or gpus_by: gpus-per-node")
+
+
+def _no_repeats(devices: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(devices)) != len(devices):
+        raise wrong("a device is named twice")
+    return devices
+
+
+class NodeEntry(Description):
+    NOT_BUILT: ClassVar[Mapping[str, str]] = {"device": "write one device for the whole cluster"}
+
+    name: values.Host
+    address: values.Address | None = None  # what to connect to; the name itself when left out
+    slots: Count = 1
+    devices: Annotated[tuple[Whole, ...], LIST, AfterValidator(_no_repeats)] | None = None
+
+    @classmethod
+    def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
+        devices = given.get("devices")
+        if isinstance(devices, (list, tuple)) and devices and "slots" not in given:
+            return {**given, "slots": len(devices)}
+        return given
+
+    @classmethod
+    def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
+        devices, slots = given.get("devices"), str(given.get("slots"))
+        if (
+            isinstance(devices, (list, tuple))
+            and slots is not None
+            and slots.isdecimal()
+            and int(slots) != len(devices)
+        ):
+            yield Mistake(("devices",), f"{len(devices)} devices for {slots} slots; a slot has one device")
+
+
+class Nodes(Description):
+    """``names`` in Slurm's node-list syntax, or ``hostfile``; the rest holds for every node.
+
+    Under Slurm ``names`` may be left out: Slurm chooses. ``slots`` is 1 when left out; in a hostfile
+    it stands for the lines without ``slots=N``. ``entries`` is what the hostfile held.
+    """
+
+    LOADER_ONLY: ClassVar[frozenset[str]] = frozenset({"entries"})
+
+    names: values.NodeList | None = None
+    hostfile: Line | None = None
+    slots: Count | None = None
+    cpus_per_slot: Count | None = None
+    memory_per_slot: Bytes | None = None
+    time_max: values.SlurmTime | None = None
+    entries: tuple[NodeEntry, ...] | None = None
+
+    @classmethod
+    def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
+        if "names" in given and "hostfile" in given:
+            yield Mistake(("hostfile",), "write names or hostfile, not both", at_key=True)
+
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+_PEAKS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+
+
+def _peaks(value: Any) -> Any:
+    given = values.mapped(value)
+    unknown = [key for key in given if key not in _PEAKS]
+    raise_together(
+        Mistake((k,), f"unknown precision {k!r}{did_you_mean(k, _PEAKS)}; accepted: {', '.join(_PEAKS)}", True)
+        for k in unknown
+    )
+    return given
+
+
+class Device(Description):
+    """What stands behind a slot. ``precisions`` left out: every one is taken to work."""
+
+    kind: Annotated[Literal["cpu", "gpu"], choice("cpu", "gpu")] = "cpu"
+    model: Line | None = None
+    memory: Bytes | None = None
+    reserve: Bytes = 0
+    peak_flops: Annotated[dict[str, values.Flops], BeforeValidator(_peaks), FREEZE] = Field(
+        default_factory=lambda: values.freeze({}), description="FLOP/s by precision"
+    )
+    precisions: Annotated[tuple[Annotated[Literal["fp32", "bf16", "fp16"], choice(*PRECISIONS)], ...], LIST] | None = (
+        None
+    )
+
+    @classmethod
+    def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
+        memory, reserve = _bytes_of(given.get("memory")), _bytes_of(given.get("reserve"))
+        if memory is not None and reserve is not None and reserve >= memory:
+            yield Mistake(("reserve",), f"reserve {given['reserve']} leaves nothing of memory {given['memory']}")
+
+    def computes(self, precision: str) -> bool:
+        """Whether the device computes in ``precision``, as far as its description says."""
+        return self.precisions is None or precision in self.precisions
+
+
+def _bytes_of(value: Any) -> int | None:
+    try:
+        return units.parse_bytes(str(value))
+    except ValueError:
+        return None
+
+
+class Network(Description):
+    inside: Rate | None = None  # per slot
+    between: Rate | None = None  # per node and direction, shared by its slots
+    interface: Word | None = None
+    ports: PortRange | None = None  # written 20000-29999, both ends included
+
+
+def _runs_problem(path: str) -> str | None:
+    if path.startswith(("/", "~", "$")):
+        return None
+    return f"{path!r} is a relative path; accepted: an absolute one, or one beginning with ~ or $NAME"
+
+
+class Paths(Description):
+    """``runs``: empty (on the laptop cluster alone) means the home runs folder."""
+
+    NOT_BUILT: ClassVar[Mapping[str, str]] = {"node_local": "with shared: false, runs lies on each node"}
+
+    runs: Annotated[str, BeforeValidator(lambda v: "" if v == "" else values.checked(_runs_problem)(v))] = ""
+    shared: Flag = True
+
+
+class Ssh(Description):
+    config: Line | None = None  # an OpenSSH client configuration, relative to the cluster's file
+    jump: values.Jump | None = None
+    user: values.User | None = None
+    port: values.Port | None = None
+    key: Line | None = None
+    connections: Count = 32  # logins at once
+
+
+def _nodes_form(value: Any) -> str:
+    return "<list>" if isinstance(value, (list, tuple)) else "<mapping>"
+
+
+def _distinct(nodes: tuple[NodeEntry, ...]) -> tuple[NodeEntry, ...]:
+    if not nodes:
+        raise wrong("the list of nodes is empty")
+    seen: set[str] = set()
+    for node in nodes:
+        if node.name in seen:
+            raise wrong(f"node {node.name!r} is named twice")
+        seen.add(node.name)
+    return nodes
+
+
+NodesField = Annotated[
+    Annotated[Nodes, Tag("<mapping>")]
+    | Annotated[tuple[NodeEntry, ...], LIST, AfterValidator(_distinct), Tag("<list>")],
+    Discriminator(_nodes_form),
+]
+
+
+class Cluster(Description):
+    """``python`` starts the ranks (looked up after ``setup``), ``agent_python`` the agent (before it).
+
+    Left out they are ``python3``, and on the laptop cluster the very interpreter that runs zerun.
+    """
+
+    NOT_BUILT: ClassVar[Mapping[str, str]] = {
+        "pools": "write slurm:, nodes: and device: at the top level",
+        "container": "",
+        "datasets": "write the job's data: {tokens: /absolute/path}",
+    }
+
+    name: Name
+    backend: Annotated[Literal["slurm", "direct"], choice("slurm", "direct", same={"ssh": "direct"})]
+    login: Login | None = None
+    slurm: Slurm = Slurm()
+    nodes: NodesField = Nodes()
+    device: Device = Device()
+    network: Network = Network()
+    paths: Paths = Paths()
+    setup: values.AnyText = ""
+    python: Word = "python3"
+    agent_python: Word = "python3"
+    env: Env = Field(default_factory=lambda: values.freeze({}))
+    ssh: Ssh = Ssh()
+
+    @classmethod
+    def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
+        given = {k: v for k, v in given.items() if not (k in {"python", "agent_python"} and v == "")}
+        if _is_local(given):
+            given.setdefault("python", sys.executable)
+            given.setdefault("agent_python", sys.executable)
+        return given
+
+    @classmethod
+    def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
+        backend = {"ssh": "direct"}.get(str(given.get("backend")), str(given.get("backend")))
+        nodes = given.get("nodes")
+        if backend == "direct":
+            yield from _direct_mistakes(given)
+        if backend == "slurm":
+            if isinstance(nodes, (list, tuple)):
+                yield Mistake(
+                    ("nodes",), "a list of nodes is for backend: direct; with Slurm write {slots: N, names: …}"
+                )
+            if isinstance(nodes, Mapping) and nodes.get("hostfile") is not None:
+                yield Mistake(
+                    ("nodes", "hostfile"), "hostfile is for backend: direct; with Slurm write names", at_key=True
+                )
+            if _filled(given.get("ssh"), Ssh) and given.get("login") is None:
+                yield Mistake(("ssh",), "ssh says how a login node is reached, and there is no login", at_key=True)
+        paths = given.get("paths")
+        runs = paths.get("runs") if isinstance(paths, Mapping) else getattr(paths, "runs", None)
+        if not runs and backend in {"slurm", "direct"} and not _is_local(given):
+            yield Mistake(
+                ("paths",) if isinstance(paths, Mapping) else (),
+                "paths.runs is missing: the folder on the cluster that runs live in (~ and $NAME are expanded there)",
+            )
+        shared = paths.get("shared") if isinstance(paths, Mapping) else getattr(paths, "shared", None)
+        if backend == "slurm" and str(shared).lower() == "false":
+            yield Mistake(("paths", "shared"), "with Slurm, runs must be shared: nobody reaches a node after the job")
+
+    @property
+    def node_list(self) -> tuple[NodeEntry, ...]:
+        """Every node with its slots, in the order named; empty when Slurm chooses among nodes not named."""
+        if isinstance(self.nodes, tuple):
+            return self.nodes
+        if self.nodes.entries is not None:
+            return self.nodes.entries
+        if self.nodes.names is None:
+            return ()
+        slots = self.nodes.slots or 1
+        return tuple(NodeEntry(name=name, slots=slots) for name in nodelist.expand(self.nodes.names))
+
+    @property
+    def local(self) -> bool:
+        """Direct on this very machine: one node named ``localhost``, and nothing said about ssh."""
+        if self.backend != "direct" or self.ssh != Ssh():
+            return False
+        nodes = self.node_list
+        return len(nodes) == 1 and nodes[0].name == LOCAL_NAME and nodes[0].address is None
+
+    @property
+    def slots(self) -> int | None:
+        """Slots of each node, or None where nodes differ."""
+        counts = {node.slots for node in self.node_list}
+        if not counts and isinstance(self.nodes, Nodes):
+            return self.nodes.slots or 1
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
+    def cpus_per_slot(self) -> int | None:
+        return self.nodes.cpus_per_slot if isinstance(self.nodes, Nodes) else None
+
+    @property
+    def memory_per_slot(self) -> int | None:
+        return self.nodes.memory_per_slot if isinstance(self.nodes, Nodes) else None
+
+    @property
+    def time_max(self) -> int | None:
+        return self.nodes.time_max if isinstance(self.nodes, Nodes) else None
+
+
+def _filled(section: Any, model: type[Description]) -> bool:
+    """Whether a section says anything beyond the defaults (as it was given, or as a model)."""
+    if isinstance(section, Mapping):
+        # A description that was resolved and kept holds the defaults too.
+        defaults = {key: field.get_default(call_default_factory=True) for key, field in model.model_fields.items()}
+        return any(value is not None and value != defaults.get(key) for key, value in section.items())
+    return isinstance(section, model) and section != model()
+
+
+def _is_local(given: Mapping[str, Any]) -> bool:
+    if str(given.get("backend")) not in {"direct", "ssh"} or _filled(given.get("ssh"), Ssh):
+        return False
+    nodes = given.get("nodes")
+    if isinstance(nodes, (list, tuple)):
+        only = nodes[0] if len(nodes) == 1 else None
+        named = only.get("name") if isinstance(only, Mapping) else getattr(only, "name", None)
+        address = only.get("address") if isinstance(only, Mapping) else getattr(only, "address", None)
+        return named == LOCAL_NAME and address is None
+    names = nodes.get("names") if isinstance(nodes, Mapping) else getattr(nodes, "names", None)
+    return names == LOCAL_NAME
+
+
+def _direct_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
+    if given.get("login") is not None:
+        yield Mistake(
+            ("login",), "login is for backend: slurm; behind a gate nodes are reached by ssh: {jump: …}", True
+        )
+    if _filled(given.get("slurm"), Slurm):
+        yield Mistake(("slurm",), "slurm is for backend: slurm", at_key=True)
+    nodes = given.get("nodes")
+    if nodes is None:
+        yield Mistake((), "'nodes' is missing: backend: direct needs names, a hostfile or a list of nodes")
+    elif isinstance(nodes, Mapping) and nodes.get("names") is None and nodes.get("hostfile") is None:
+        yield Mistake(("nodes",), "backend: direct needs names (node[01-04]) or hostfile here")
