@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -279,6 +280,11 @@ NodesField = Annotated[
 ]
 
 
+@functools.lru_cache(maxsize=16)
+def _entries(names: str, slots: int) -> tuple[NodeEntry, ...]:
+    return tuple(NodeEntry(name=name, slots=slots) for name in nodelist.expand(names))
+
+
 class Cluster(Description):
     """``python`` starts the ranks (looked up after ``setup``), ``agent_python`` the agent (before it).
 
@@ -341,6 +347,11 @@ class Cluster(Description):
         if backend == "slurm" and str(shared).lower() == "false":
             yield Mistake(("paths", "shared"), "with Slurm, runs must be shared: nobody reaches a node after the job")
 
+    def unsaid(self) -> frozenset[str]:
+        """Sections that do not go with the backend."""
+        said_nothing = {"slurm"} if self.backend == "direct" else set()
+        return frozenset(said_nothing | ({"ssh"} if self.ssh == Ssh() else set()))
+
     @property
     def node_list(self) -> tuple[NodeEntry, ...]:
         """Every node with its slots, in the order named; empty when Slurm chooses among nodes not named."""
@@ -350,8 +361,7 @@ class Cluster(Description):
             return self.nodes.entries
         if self.nodes.names is None:
             return ()
-        slots = self.nodes.slots or 1
-        return tuple(NodeEntry(name=name, slots=slots) for name in nodelist.expand(self.nodes.names))
+        return _entries(self.nodes.names, self.nodes.slots or 1)
 
     @property
     def local(self) -> bool:
@@ -383,11 +393,9 @@ class Cluster(Description):
 
 
 def _filled(section: Any, model: type[Description]) -> bool:
-    """Whether a section says anything beyond the defaults (as it was given, or as a model)."""
+    """Whether a section says anything, as it was given or as a model."""
     if isinstance(section, Mapping):
-        # A description that was resolved and kept holds the defaults too.
-        defaults = {key: field.get_default(call_default_factory=True) for key, field in model.model_fields.items()}
-        return any(value is not None and value != defaults.get(key) for key, value in section.items())
+        return any(value is not None for value in section.values())
     return isinstance(section, model) and section != model()
 
 

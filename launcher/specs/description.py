@@ -37,6 +37,10 @@ class Description(BaseModel):
         """What does not go together; values in ``given`` may be wrong in themselves."""
         return iter(())
 
+    def unsaid(self) -> frozenset[str]:
+        """Fields that a description kept for later leaves out, because they do not go with what it says."""
+        return frozenset()
+
     @classmethod
     def keys(cls, *, written: bool) -> list[str]:
         """The keys that are accepted, as they are written."""
@@ -82,10 +86,5 @@ def _reworded(cls: type[Description], line: Any) -> InitErrorDetails:
     if kind in {"value", "key", "lacks"}:
         return detail(kind, message, loc, line.get("ctx"))
     if kind == "missing":
-        # Inside a tuple of fixed length "missing" means an item.
-        if isinstance(loc[-1], int):
-            return detail("value", "the list is too short", loc[:-1])
         return detail("lacks", f"{str(loc[-1])!r} is missing", loc)
-    if kind == "too_long":
-        return detail("value", "the list is too long", loc)
     return detail("value", message[:1].lower() + message[1:], loc)

@@ -123,6 +123,12 @@ class Parallel(Description):
     tensor: Annotated[Count, AfterValidator(_one_tensor_rank)] = 1
 
 
+def _pair(value: Any) -> Any:
+    if len(values.listed(value)) != 2:
+        raise wrong(f"a list of {len(value)} was given; accepted: two numbers, [0.9, 0.95]")
+    return tuple(value)
+
+
 _Beta = Annotated[float, BeforeValidator(values.number), values.between(0, 1)]
 
 
@@ -134,7 +140,7 @@ class Optimizer(Description):
     kind: Annotated[Literal["adamw"], choice("adamw")] = "adamw"
     lr: Positive
     weight_decay: values.NotNegative = 0.0
-    betas: Annotated[tuple[_Beta, _Beta], LIST] = (0.9, 0.95)
+    betas: Annotated[tuple[_Beta, _Beta], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: Positive = 1e-8
     clip: Positive | None = None
     warmup: Whole = 0
@@ -252,6 +258,15 @@ _ENGINE_KEYS = ("model", "data", "zero", "optimizer", "batch", "steps")
 _ENGINE_ONLY = (*_ENGINE_KEYS, "parallel", "precision", "evaluate", "recompute", "checkpoint", "seed")
 
 
+def _slots(value: Any) -> int | Literal["all"]:
+    if value == "all":
+        return "all"
+    found = _int(value)
+    if found is None or found < 1:
+        raise wrong(f"{shown(value)} is not accepted; accepted: all, or a number from 1")
+    return found
+
+
 class Job(Description):
     """Either ``program``, or the engine's keys: ``model``, ``data``, ``zero``, ``optimizer``, ``batch``, ``steps``."""
 
@@ -264,7 +279,7 @@ class Job(Description):
 
     name: Name
     nodes: Count = 1
-    slots_per_node: Annotated[int | Literal["all"], BeforeValidator(lambda v: v if v == "all" else _slots(v))] = "all"
+    slots_per_node: Annotated[int | Literal["all"], BeforeValidator(_slots)] = "all"
     time: SlurmTime | None = None
     code: Code = Code()
     model: ModelField | None = None
@@ -284,12 +299,15 @@ class Job(Description):
     program: Program | None = None
     cluster: Word | None = None
 
+    def unsaid(self) -> frozenset[str]:
+        """The engine's keys, where a program takes its place."""
+        return frozenset(_ENGINE_ONLY) if self.program is not None else frozenset()
+
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
         if "program" in given:
             for key in _ENGINE_ONLY:
-                # A description that was resolved holds the defaults too.
-                if key in given and given[key] != _default(key):
+                if key in given:
                     yield Mistake((key,), f"{key!r} does not go with program: the program decides that itself", True)
         elif lacking := [key for key in _ENGINE_KEYS if key not in given]:
             if len(lacking) == len(_ENGINE_KEYS):
@@ -304,18 +322,6 @@ class Job(Description):
                     yield Mistake(("secrets", at), f"{name} stands under env too; a secret comes from your environment")
                 if name in secrets[:at]:
                     yield Mistake(("secrets", at), f"{name} is named twice")
-
-
-def _slots(value: Any) -> int:
-    found = _int(value)
-    if found is None or found < 1:
-        raise wrong(f"{shown(value)} is not accepted; accepted: all, or a number from 1")
-    return found
-
-
-def _default(key: str) -> Any:
-    default = Job.model_fields[key].default
-    return default.model_dump(mode="json") if isinstance(default, Description) else default
 
 
 def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -99,9 +99,28 @@ def find_cluster(name_or_path: str, search: Sequence[Path]) -> Path:
 
 
 def describe(model: Cluster | Job) -> dict[str, Any]:
-    """The resolved description as plain data, kept in ``run.json``. Written as YAML it is a valid description."""
-    plain: dict[str, Any] = model.model_dump(mode="json", by_alias=True)
+    """The resolved description as plain data, kept in ``run.json``; what says nothing is left out.
+
+    Written as YAML it is a valid description again, but for the hosts that came out of a hostfile.
+    """
+    plain: dict[str, Any] = _without_nulls(model.model_dump(mode="json", by_alias=True, exclude=set(model.unsaid())))
     return plain
+
+
+# Mappings whose keys are the user's own: a null there says something.
+_USERS_OWN = frozenset({"extra", "options", "env"})
+
+
+def _without_nulls(plain: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in plain.items():
+        if isinstance(value, dict) and key not in _USERS_OWN:
+            result[key] = _without_nulls(value)
+        elif isinstance(value, list):
+            result[key] = [_without_nulls(v) if isinstance(v, dict) else v for v in value]
+        elif value is not None:
+            result[key] = value
+    return result
 
 
 def cluster_from_plain(plain: Mapping[str, Any]) -> Cluster:

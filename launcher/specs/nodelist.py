@@ -36,7 +36,8 @@ def host_problem(name: str) -> str | None:
         return f"host name {name!r} begins with '-': programs would read it as an option"
     if not name.isascii() or not _NAME.fullmatch(name):
         bad = next((c for c in name if not re.fullmatch(r"[A-Za-z0-9._-]", c)), name[0])
-        return f"host name {name!r} holds {bad!r}; accepted: letters, digits, '-', '.', '_', first no sign"
+        accepted = "accepted: letters, digits, '-', '.', '_', the first a letter or digit"
+        return f"host name {name!r} holds {bad!r}; {accepted}"
     if ".." in name:
         return f"host name {name!r} holds '..'"
     if len(name) > _MAX_NAME:

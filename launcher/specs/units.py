@@ -31,7 +31,7 @@ _BYTES_ACCEPTED: Final = "accepted: 32GB (10⁹ bytes), 32GiB (2³⁰ bytes), 51
 _RATE_ACCEPTED: Final = "accepted: 800Gbps (bits), 300GB/s or 300GiB/s (bytes)"
 _DURATION_ACCEPTED: Final = "accepted: 90s, 30min, 2h, 1d, 1h30min"
 _SLURM_ACCEPTED: Final = (
-    "accepted: Slurm's minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S (a bare 30 is 30 minutes), or 90s, 30min, 2h"
+    "accepted: H:M:S, M:S, D-H, D-H:M, D-H:M:S or minutes as in Slurm (a bare 30 is 30 minutes), or 90s, 30min, 2h"
 )
 
 
@@ -58,13 +58,13 @@ def parse_bytes(text: str) -> int:
 
 def _unit_complaint(text: str, unit: str, what: str) -> str:
     bare = unit.removesuffix("/s")
-    if re.fullmatch(r"[kKMGTP]?b(it)?s?", bare) and what == "bytes":
-        return f"{text!r} is in bits"
+    if re.fullmatch(r"[kKMGTP]?b(it)?s?(ps)?", bare):
+        return f"{text!r} is in bits" + ("" if what == "bytes" else " without 'a second'")
     letter = bare[:1].upper()
     if letter in _DECIMAL and bare.lower() in {letter.lower(), f"{letter.lower()}b", f"{letter.lower()}ib"}:
         stem = text.strip()[: -len(unit)].strip()
         end = "/s" if what == "bytes a second" else ""
-        return f"{text!r} does not say which unit; did you mean {stem}{letter}B{end} or {stem}{letter}iB{end}?"
+        return f"{text!r} does not say which unit; did you mean {stem}{letter}B{end} or {stem}{letter}iB{end}"
     return f"{text!r}: {unit!r} is not a unit of {what}"
 
 
@@ -124,7 +124,8 @@ def slurm_time(text: str) -> int:
         try:
             return duration(stripped)
         except ValueError as problem:
-            raise ValueError(str(problem).replace(_DURATION_ACCEPTED, _SLURM_ACCEPTED)) from None
+            said = str(problem).replace("a duration", "a time").replace(_DURATION_ACCEPTED, _SLURM_ACCEPTED)
+            raise ValueError(said) from None
     match = _SLURM.fullmatch(stripped)
     if match is None:
         raise ValueError(f"{text!r} is not a time; {_SLURM_ACCEPTED}")
