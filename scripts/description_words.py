@@ -36,7 +36,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "Device": ("`device`", "What stands behind each slot."),
     "Network": ("`network`", ""),
     "Paths": ("`paths`", ""),
-    "Ssh": ("`ssh`", "Also `~/.ssh/config` is read; what stands here goes before it."),
+    "Ssh": ("`ssh`", "User, port, key and jump host come from `~/.ssh/config`, or from `config` instead; what stands here goes before it."),
     "Job": ("", "Either `model … steps`, trained by our engine, or `program`."),
     "Code": ("`code`", "What is shipped: the job file's git root, with uncommitted and untracked-but-not-ignored files; outside git the job file's own folder."),
     "GptModel": ("`model`: the reference GPT", "Pre-norm, learned positions, tied embedding."),

@@ -58,6 +58,6 @@ if ! suitable "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/
 fi
 
 say "installing zerun, its engine and its test tools into $venv (torch is large: minutes the first time)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[engine,dev]' >&2
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[engine,dev]' >&2
 fingerprint >"$stamp"
 say "done: $venv/bin/zerun --help"
