@@ -1,0 +1,163 @@
+"""``start``: puts an agent on this node that outlives the connection, or adopts the one that is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path, PurePosixPath
+from typing import Any, Dict, List, Optional
+
+from ..contract.errors import JobFailed, Refused, UsageError, ZerunError
+from ..contract.folder import AttemptFolder, RunFolder
+from ..contract.launch import LaunchSpec
+from ..contract.plain import PlainError, from_plain, to_plain
+from ..contract.records import Announcement, NodeRecord, ProcessId
+from . import environment, processes, rendezvous, supervise
+from .notes import own_files
+
+_READY_S = 2.0  # for ranks to be about to start; a long setup is not waited for
+_FIRST_WORD_S = 20.0
+_ADOPTION_S = 10.0
+
+Answer = Dict[str, Any]
+
+
+def start(request: Dict[str, Any]) -> Answer:
+    """``{run_dir, attempt, node, rendezvous?}`` → ``{pid, announcement}``.
+
+    Raises :class:`JobFailed` with the reason when the agent failed within its first seconds, and
+    :class:`Refused` when this attempt already ran here and is over.
+    """
+    run_dir, attempt, node = str(request["run_dir"]), int(request["attempt"]), str(request["node"])
+    spec = supervise.load(run_dir, attempt)
+    node_rank, _ = supervise.find_place(spec, node, {})
+    folder = RunFolder(PurePosixPath(spec.run_dir)).attempt(attempt)
+    meeting = request.get("rendezvous")
+    found = from_plain(Announcement, meeting) if meeting is not None else None
+    if node_rank and found is None and not spec.shared:
+        raise UsageError(f"{node} is not the first node and shares no disk with it: `rendezvous` is needed")
+    before = _place_of(folder, node)
+    if before is not None:
+        return _adopt(folder, node, node_rank, before)
+    own_files(folder)
+    return _start_anew(spec, folder, node, node_rank, found)
+
+
+def _start_anew(
+    spec: LaunchSpec, folder: AttemptFolder, node: str, node_rank: int, meeting: Optional[Announcement]
+) -> Answer:
+    read_end, write_end = os.pipe()
+    argv = [sys.executable, spec.runtime, "agent", "--run-dir", spec.run_dir, "--attempt", str(spec.attempt)]
+    argv += ["--node", node, "--ready-fd", str(write_end)]
+    if meeting is not None:
+        argv += ["--rendezvous", f"{meeting.address}:{meeting.port}"]
+        argv += ["--control", f"{meeting.address}:{meeting.control_port}"]
+    marks = {"ZERUN_TOKEN": spec.token, "ZERUN_NODE": node}
+    with open(folder.agent_log(node), "ab") as log:
+        agent = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=environment.encoded({**environment.site({}), **marks}),
+            pass_fds=(write_end,),
+            start_new_session=True,
+        )
+    os.close(write_end)
+    pid = processes.process_id(agent.pid)
+    try:
+        said = _listen(read_end, "placed" if node_rank else "announced")
+    finally:
+        os.close(read_end)
+    if "taken" in said:
+        agent.wait()
+        other = _place_of(folder, node)
+        if other is not None:
+            return _adopt(folder, node, node_rank, other)
+    if "failed" in said:
+        raise JobFailed(f"the agent on {node} could not start the job: {said['failed']}")
+    if "ready" not in said and agent.poll() is not None:
+        raise JobFailed(f"the agent on {node} ended at once (status {agent.returncode}): {_last_lines(folder, node)}")
+    if node_rank == 0 and "announced" not in said:
+        raise ZerunError(
+            f"the agent on {node} (pid {agent.pid}) did not announce a rendezvous in {_FIRST_WORD_S:.0f} s"
+        )
+    # This process ends now and the agent becomes init's: nobody here waits for it.
+    agent.returncode = 0
+    announced = said.get("announced")
+    return {
+        "pid": to_plain(pid),
+        "announcement": to_plain(Announcement(*announced)) if announced else None,
+    }
+
+
+def _listen(handle: int, wanted: str) -> Dict[str, Any]:
+    """What the agent says until its ranks are about to start, it failed, or the time is up. ``wanted`` is
+    the word without which there is no answer."""
+    said: Dict[str, Any] = {}
+    data = b""
+    end = time.monotonic() + _FIRST_WORD_S
+    while True:
+        left = end - time.monotonic()
+        if left <= 0 or not select.select([handle], [], [], left)[0]:
+            return said
+        chunk = os.read(handle, 65536)
+        if not chunk:
+            return said
+        *lines, data = (data + chunk).split(b"\n")
+        for line in lines:
+            said.update(json.loads(line))
+        if wanted in said:
+            end = min(end, time.monotonic() + _READY_S)
+
+
+def _place_of(folder: AttemptFolder, node: str) -> Optional[ProcessId]:
+    """Whose place this node is in this attempt; None while nobody took it."""
+    path = Path(folder.nodes) / f".{node}.agent"
+    end = time.monotonic() + 1.0
+    while path.exists():
+        try:
+            return from_plain(ProcessId, json.loads(path.read_bytes()))
+        except (PlainError, ValueError):  # it is being written
+            if time.monotonic() > end:
+                return ProcessId(0, 0, "")
+            time.sleep(0.02)
+    return None
+
+
+def _adopt(folder: AttemptFolder, node: str, node_rank: int, agent: ProcessId) -> Answer:
+    """The answer that the first ``start`` gave, or why there can be none."""
+    end = time.monotonic() + _ADOPTION_S
+    while processes.is_alive(agent):
+        announced = rendezvous.read_announcement(Path(folder.rendezvous)) if node_rank == 0 else None
+        if announced is not None or node_rank:
+            return {"pid": to_plain(agent), "announcement": to_plain(announced)}
+        if time.monotonic() > end:
+            raise ZerunError(f"the agent on {node} (pid {agent.pid}) lives, but has not announced a rendezvous")
+        time.sleep(0.05)
+    raise Refused(
+        f"this attempt already ran on {node}: {_how_it_ended(folder, node)}", hint="resume starts the next attempt"
+    )
+
+
+def _how_it_ended(folder: AttemptFolder, node: str) -> str:
+    try:
+        record = from_plain(NodeRecord, json.loads(Path(folder.node_record(node)).read_bytes()))
+    except (OSError, ValueError):
+        return "its agent is gone and left no record"
+    if record.failure is not None:
+        return record.failure.message
+    return "it ended well" if record.state == "ended" else "its agent is gone"
+
+
+def _last_lines(folder: AttemptFolder, node: str) -> str:
+    try:
+        lines: List[str] = Path(folder.agent_log(node)).read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return "it left no log"
+    return " | ".join(lines[-5:]) or "it said nothing"

@@ -1,0 +1,69 @@
+"""``agent_python RUNTIME.zip VERB``: the verbs that the launcher asks for on a node.
+
+Most verbs read one JSON object from stdin and write one to stdout. A failure is ``{"error", "hint"}``
+with the exit status of its kind (contract.errors.Exit).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import Any, Dict, List, Optional
+
+from ..contract.errors import UsageError, ZerunError
+
+_JSON_VERBS = {
+    "start": ".detach",
+    "stop": ".stop",
+    "state": ".state",
+    "install": ".install",
+    "submit": ".submit",
+    "inventory": ".inventory",
+    "probe": ".probe",
+    "expand": ".expand",
+}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Runs one verb and returns the exit status. Verb modules are imported only when asked for."""
+    words = sys.argv[1:] if argv is None else argv
+    verb, rest = (words[0], words[1:]) if words else ("", [])
+    if verb == "engine":
+        return int(importlib.import_module("..engine.main", __package__).main(rest))
+    if verb == "agent":
+        return int(importlib.import_module(".supervise", __package__).run(rest))
+    try:
+        if verb == "claim":
+            return int(importlib.import_module(".claim", __package__).run(rest))
+        if verb == "tail":
+            return int(importlib.import_module(".tail", __package__).stream(_request(), sys.stdout.buffer))
+        if verb not in _JSON_VERBS:
+            known = ", ".join(["agent", "claim", "engine", "tail", *_JSON_VERBS])
+            raise UsageError(f"unknown verb {verb!r}", hint=f"one of {known}")
+        request = _request()
+        module = importlib.import_module(_JSON_VERBS[verb], __package__)
+        _reply(getattr(module, verb)(request))
+        return 0
+    except ZerunError as problem:
+        _reply({"error": problem.message, "hint": problem.hint})
+        return int(problem.exit_code)
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        _reply({"error": f"{verb}: {type(problem).__name__}: {problem}", "hint": None})
+        return 1
+
+
+def _request() -> Dict[str, Any]:
+    request = json.loads(sys.stdin.buffer.read())
+    if not isinstance(request, dict):
+        raise UsageError("one JSON object was expected on stdin")
+    return request
+
+
+def _reply(answer: Dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

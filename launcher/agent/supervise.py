@@ -1,0 +1,432 @@
+"""One agent: starts this node's ranks, keeps their logs, and ends them all for the first failure anywhere.
+
+Its life::
+
+    starting   take the node's place · meet (node rank 0 binds and announces) · prepare (code, setup)
+    running    ranks run; a beat every 2 s into the record; a rank that fails is reported to all
+    stopping   SIGTERM to the ranks' groups, after the grace SIGKILL to every descendant, again until none
+    ended      the record has its last word; the agent leaves when no other needs it
+
+Everything happens in one event loop, so each method below runs to its end undisturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path, PurePosixPath
+from typing import List, Mapping, NamedTuple, Optional, Tuple
+
+from ..contract.errors import UsageError, ZerunError
+from ..contract.folder import RunFolder
+from ..contract.launch import LaunchSpec
+from ..contract.plain import from_plain
+from ..contract.records import Announcement, Failure, ProcessId
+from . import processes, rendezvous
+from .control import Council, Peer
+from .coordinator import Coordinator
+from .environment import Environment, Seat
+from .loop import Loop
+from .notes import AgentLog, Keeper, Ready, own_files, take_place
+from .prepare import Preparation
+from .ranks import OK_STATUS, Rank, Ranks, signal_name, stop_signal_of
+
+_BEAT_S = 2.0
+_DOWN_WITHIN_S = 13.0  # of the failure: then SIGKILL, so that all is down within 15 s
+_LEFTOVER_S = 2.0  # for what ranks that ended well left running
+_KILLING_S = 8.0
+_ORDER_ON_ITS_WAY_S = 0.5
+
+TAKEN = 17  # exit status: another agent has this node's place
+
+
+class Options(NamedTuple):
+    """Where this agent stands. ``meeting`` is what node rank 0 announced, if it was told."""
+
+    node: str
+    node_rank: int
+    meeting: Optional[Announcement] = None
+    ready: Optional[int] = None
+
+
+class Agent:
+    def __init__(self, spec: LaunchSpec, options: Options) -> None:
+        own = processes.process_id(os.getpid())
+        self._spec, self._me = spec, options
+        self._folder = RunFolder(PurePosixPath(spec.run_dir)).attempt(spec.attempt)
+        self._own = own if own is not None else ProcessId(os.getpid(), 0, "")
+        self._ready = Ready(options.ready)
+        self._meeting = options.meeting
+        self._listener: Optional[socket.socket] = None
+        self._prepared: Optional[Tuple[Path, Environment]] = None
+        self._welcome = options.node_rank == 0
+        self._stopping = self._finishing = self._down = self._warned = self._reported = False
+        self._settled = False
+        self._killing_since: Optional[float] = None
+        self._started = False
+
+    def run(self) -> int:
+        """The agent's exit status: 0, 75, 124, or that of the first failure."""
+        own_files(self._folder)
+        self._log = AgentLog(Path(self._folder.agent_log(self._me.node)))
+        before = take_place(self._folder, self._me.node, self._own)
+        if before is not None:
+            self._log(f"another agent has this node's place: pid {before.get('pid')}")
+            self._ready.say(True, taken=before)
+            return TAKEN
+        self._ready.say(placed=True)
+        self._log(f"agent {self._own.pid} of {self._spec.run} attempt {self._spec.attempt}, node {self._me.node}")
+        self._keeper = self._new_keeper()
+        processes.become_subreaper()
+        self._loop = Loop()
+        try:
+            self._ranks = Ranks(self._loop, self._spec, self._folder, self._rank_ended)
+            self._preparation = Preparation(
+                self._loop, self._spec, self._me.node_rank, self._has_prepared, self._fail_here
+            )
+            self._begin()
+            self._loop.run()
+        finally:
+            self._loop.close()
+        self._log(f"agent leaves with status {self._status()}")
+        self._log.close()
+        return self._status()
+
+    def _new_keeper(self) -> Keeper:
+        keeper = Keeper(self._folder, self._me.node, self._me.node_rank, self._own, self._log)
+        keeper.host = socket.gethostname()
+        keeper.python = platform.python_version()
+        keeper.job_id = self._spec.job_id or os.environ.get("SLURM_JOB_ID")
+        keeper.restart_count = self._spec.restart_count
+        keeper.write(())
+        return keeper
+
+    # -- starting ------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.on_signal(number, self._cancelled)
+        self._loop.on_signal(signal.SIGUSR2, self._warn_all)
+        self._loop.on_signal(signal.SIGHUP, lambda: None)
+        try:
+            stop_signal_of(self._spec)
+            self._council = self._meet()
+        except (ZerunError, OSError) as problem:
+            self._alone_with(f"the rendezvous could not be opened: {problem}")
+            return
+        self._loop.every(_BEAT_S, self._beat)
+        if self._spec.time_s:
+            warn_at = max(self._spec.time_s - self._spec.warn_s, self._spec.time_s / 2)
+            if self._spec.warn_s > 0:
+                self._loop.after(warn_at, self._warn_all)
+            self._loop.after(self._spec.time_s, self._time_is_up)
+        marks = {"ZERUN_TOKEN": self._spec.token, "ZERUN_NODE": self._me.node, "ZERUN_RUN_DIR": self._spec.run_dir}
+        self._preparation.begin(marks, Path(self._folder.setup_log(self._me.node)))
+
+    def _meet(self) -> Council:
+        if self._me.node_rank == 0:
+            return self._host()
+        hello = {"token": self._spec.token, "node": self._me.node, "node_rank": self._me.node_rank}
+        peer = Peer(self._loop, self._find_first, hello, self, self._log)
+        peer.on_welcome = self._welcomed
+        return peer
+
+    def _host(self) -> Council:
+        entry = self._spec.nodes[0]
+        meeting = rendezvous.open_meeting(self._spec, self._me.node, entry.address)
+        self._meeting, self._listener = meeting.announcement, meeting.ranks
+        rendezvous.announce(meeting.announcement, Path(self._folder.rendezvous))
+        found = meeting.announcement
+        self._log(f"announced {found.address}, ports {found.port} (ranks) and {found.control_port} (agents)")
+        self._ready.say(announced=[found.address, found.port, found.control_port])
+        names = [self._me.node, *(node.name for node in self._spec.nodes[1:])]
+        return Coordinator(self._loop, meeting.control, self._spec.token, names, self, self._log)
+
+    def _find_first(self) -> Optional[Tuple[str, int]]:
+        if self._meeting is None:
+            self._meeting = rendezvous.read_announcement(Path(self._folder.rendezvous))
+        return (self._meeting.address, self._meeting.control_port) if self._meeting else None
+
+    def _alone_with(self, message: str) -> None:
+        """Before there is any channel: the others find out by waiting in vain."""
+        self._log(message)
+        self._keeper.failure = self._failure("start_failed", message)
+        self._keeper.state, self._keeper.ended_at = "ended", time.time()
+        self._keeper.write(())
+        self._ready.say(True, failed=message)
+        self._loop.stop()
+
+    def _welcomed(self) -> None:
+        self._welcome = True
+        self._start_if_ready()
+
+    def _has_prepared(self, folder: Path, base: Environment) -> None:
+        self._prepared = (folder, base)
+        self._start_if_ready()
+
+    def _start_if_ready(self) -> None:
+        if self._started or self._stopping or self._prepared is None or self._meeting is None or not self._welcome:
+            return
+        self._started = True
+        folder, base = self._prepared
+        interface = self._spec.interface or rendezvous.interface_towards(self._meeting.address)
+        first = sum(node.slots for node in self._spec.nodes[: self._me.node_rank])
+        seat = Seat(first, self._me.node_rank, self._me.node, self._meeting.address, self._meeting.port, interface)
+        listener = self._listener
+        if listener is not None and self._spec.program is not None:
+            # A program binds the port itself: let it go in the last moment.
+            listener.close()
+            listener = None
+        try:
+            program = self._ranks.start(base, seat, folder, listener.fileno() if listener else None)
+        except (ZerunError, OSError, ValueError, subprocess.SubprocessError) as problem:
+            self._fail_here("start_failed", f"node {self._me.node}: {problem}")
+            return
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
+        self._keeper.state, self._keeper.python = "running", program
+        self._log(f"{len(self._ranks.all)} ranks started with {program}, interface {interface}")
+        self._write()
+        self._ready.say(True, ready=True)
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self._loop.reap()  # in case a signal was lost
+        self._write()
+
+    def _write(self) -> None:
+        self._keeper.write(self._ranks.records())
+
+    def _failure(self, kind: str, message: str, rank: Optional[Rank] = None) -> Failure:
+        return Failure(
+            kind,
+            self._me.node,
+            message,
+            rank=rank.rank if rank else None,
+            exit_code=rank.exit_code if rank else None,
+            signal=rank.signal if rank else None,
+            at=(rank.ended_at if rank else None) or time.time(),
+        )
+
+    def _fail_here(self, kind: str, message: str) -> None:
+        self._ready.say(True, failed=message)
+        self._report(self._failure(kind, message), time.monotonic())
+
+    def _report(self, failure: Failure, died_at: float) -> None:
+        self._log(f"{failure.kind}: {failure.message}")
+        self._council.report(failure, died_at)
+        self.stop_now(time.monotonic() - died_at)
+
+    def _rank_ended(self, rank: Rank) -> None:
+        how = f"killed by {signal_name(rank.signal)}" if rank.signal else f"exited with {rank.exit_code}"
+        self._log(f"rank {rank.rank} {how}{', as we asked' if rank.signalled else ''}")
+        if not (rank.signalled or rank.ended_well):
+            died_at = time.monotonic()
+            if rank.told_to_end and not self._stopping:
+                # Under Slurm a cancel reaches ranks and agent at once: perhaps ours is still on its way.
+                self._loop.after(_ORDER_ON_ITS_WAY_S, lambda: self._judge(rank, died_at))
+            else:
+                self._judge(rank, died_at)
+        self._write()
+        self._see_whether_all_ended()
+
+    def _judge(self, rank: Rank, died_at: float) -> None:
+        if rank.signalled:
+            return
+        place = f"rank {rank.rank} on {self._me.node}"
+        if rank.signal is not None:
+            failure = self._failure("rank_signal", f"{place} was killed by {signal_name(rank.signal)}", rank)
+        else:
+            failure = self._failure("rank_exit", f"{place} exited with {rank.exit_code}", rank)
+        self._report(failure, died_at)
+
+    def _see_whether_all_ended(self) -> None:
+        if not self._started or self._ranks.living or not self._ranks.all:
+            return
+        if self._stopping:
+            self._kill()
+        elif not self._reported and all(rank.ended_well for rank in self._ranks.all):
+            self._reported = True
+            self._council.ended()
+
+    def _cancelled(self) -> None:
+        for rank in self._ranks.all:
+            rank.signalled = rank.signalled or rank.told_to_end
+        self._ready.say(True, failed="cancelled")
+        self._report(self._failure("cancelled", f"the agent on {self._me.node} was told to stop"), time.monotonic())
+
+    def _time_is_up(self) -> None:
+        self._report(self._failure("time_limit", f"the time limit of {self._spec.time_s} s is over"), time.monotonic())
+
+    def _warn_all(self) -> None:
+        if not self._warned:
+            self._council.warn()
+            self.warned()
+
+    # -- what the others say (control.Events) ----------------------------------------------------------
+
+    def warned(self) -> None:
+        if self._warned or self._stopping:
+            return
+        self._warned = True
+        self._log(f"warning: stop file and SIG{self._spec.stop_signal} to the ranks")
+        with contextlib.suppress(OSError):
+            Path(self._folder.stop).touch()
+        self._ranks.warn()
+        self._keeper.notes.append(f"stop signal sent at {time.time():.3f}")
+        self._write()
+
+    def stop_now(self, late_s: float = 0.0) -> None:
+        self._loop.reap()  # who is dead already was not ended by us
+        if self._stopping:
+            return
+        self._stopping = True
+        self._keeper.state = "stopping"
+        shell = self._preparation.give_up()
+        if shell is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(shell, signal.SIGTERM)
+        self._ranks.ask_to_end()
+        self._write()
+        grace_s = max(0.0, min(float(self._spec.grace_s), _DOWN_WITHIN_S - late_s))
+        if self._ranks.living:
+            self._log(f"stopping: SIGTERM to {len(self._ranks.living)} ranks, SIGKILL in {grace_s:.1f} s")
+            self._loop.after(grace_s, self._kill)
+        else:
+            self._kill()
+
+    def decided(self, failure: Failure) -> None:
+        self._settled = True
+        self._keeper.failure = failure
+        if self._down:
+            self._end()
+
+    def finish(self) -> None:
+        self._settled = self._finishing = True
+        left = processes.descendants([os.getpid()])
+        for stat in left:
+            processes.send(stat, signal.SIGTERM)
+        self._loop.after(_LEFTOVER_S if left else 0.0, self._kill)
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def _kill(self) -> None:
+        """SIGKILL to every descendant, again until none is left."""
+        if self._killing_since is None:
+            self._killing_since = time.monotonic()
+            self._round()
+
+    def _round(self) -> None:
+        left = processes.descendants([os.getpid()])
+        if left and time.monotonic() - (self._killing_since or 0.0) < _KILLING_S:
+            for rank in self._ranks.living:
+                rank.signalled = True
+            for stat in left:
+                processes.send(stat, signal.SIGKILL)
+            self._loop.after(0.02, self._round)
+            return
+        self._loop.reap()
+        if left:
+            pids = ", ".join(str(stat.pid) for stat in left)
+            self._log(f"could not be ended: {pids}")
+            self._keeper.notes.append(f"processes that could not be ended: {pids}")
+        self._all_down()
+
+    def _all_down(self) -> None:
+        self._down = True
+        self._ranks.close()
+        self._delete_secrets()
+        if self._settled:
+            self._end()
+        else:
+            self._write()
+        self._council.leave(self._loop.stop)
+
+    def _end(self) -> None:
+        self._keeper.state = "ended"
+        self._keeper.ended_at = self._keeper.ended_at or time.time()
+        self._write()
+        failure = self._keeper.failure
+        self._log(f"ended: {failure.message if failure else 'every rank ended well'}")
+
+    def _delete_secrets(self) -> None:
+        """The node that unpacked for all deletes for all; without a shared disk each deletes its own."""
+        if self._spec.secrets_file and (self._me.node_rank == 0 or not self._spec.shared):
+            with contextlib.suppress(OSError):
+                os.unlink(self._spec.secrets_file)
+
+    def _status(self) -> int:
+        failure = self._keeper.failure
+        if failure is None:
+            return max((rank.exit_code or 0 for rank in self._ranks.all if rank.exit_code in OK_STATUS), default=0)
+        if failure.kind in ("time_limit", "cancelled"):
+            return 124 if failure.kind == "time_limit" else 128 + signal.SIGTERM
+        if failure.signal is not None:
+            return 128 + failure.signal
+        return failure.exit_code or 1
+
+
+def find_place(spec: LaunchSpec, node: Optional[str], environ: Mapping[str, str]) -> Tuple[int, str]:
+    """(node rank, name) of the agent: by ``--node``, or by what Slurm says to its step.
+
+    Raises :class:`UsageError` when neither names a node of the job.
+    """
+    if node is not None:
+        for index, entry in enumerate(spec.nodes):
+            if entry.name == node:
+                return index, node
+        raise UsageError(f"node {node!r} is not in this attempt", hint="launch.json names its nodes")
+    index_text = environ.get("SLURM_NODEID", "0" if len(spec.nodes) == 1 else "")
+    if not index_text.isdigit() or int(index_text) >= len(spec.nodes):
+        raise UsageError(f"no --node, and SLURM_NODEID is {index_text!r} for {len(spec.nodes)} nodes")
+    name = environ.get("SLURMD_NODENAME") or spec.nodes[int(index_text)].name or socket.gethostname().split(".")[0]
+    return int(index_text), name
+
+
+def load(run_dir: str, attempt: int) -> LaunchSpec:
+    path = Path(RunFolder(PurePosixPath(run_dir)).attempt(attempt).launch)
+    try:
+        return from_plain(LaunchSpec, json.loads(path.read_bytes()))
+    except (OSError, ValueError) as problem:
+        raise UsageError(f"{path}: {problem}") from problem
+
+
+def run(argv: List[str]) -> int:
+    """``agent --run-dir D --attempt K [--node NAME] [--rendezvous H:P --control H:P] [--ready-fd N]``"""
+    parser = argparse.ArgumentParser(prog="agent")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--attempt", required=True, type=int)
+    parser.add_argument("--node")
+    parser.add_argument("--rendezvous", type=_place)
+    parser.add_argument("--control", type=_place)
+    parser.add_argument("--ready-fd", type=int)
+    given = parser.parse_args(argv)
+    try:
+        spec = load(given.run_dir, given.attempt)
+        node_rank, node = find_place(spec, given.node, os.environ)
+    except UsageError as problem:
+        sys.stderr.write(f"{problem.message}\n")
+        Ready(given.ready_fd).say(True, failed=problem.message)
+        return int(problem.exit_code)
+    meeting = None
+    if given.rendezvous and given.control:
+        meeting = Announcement(given.rendezvous[0], given.rendezvous[1], given.control[1])
+    return Agent(spec, Options(node, node_rank, meeting, given.ready_fd)).run()
+
+
+def _place(text: str) -> Tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise argparse.ArgumentTypeError(f"HOST:PORT was expected, not {text!r}")
+    return host.strip("[]"), int(port)
