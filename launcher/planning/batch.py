@@ -34,10 +34,10 @@ def unreachable(global_batch: int, micro: int, data_parallel: int) -> str:
     """Why no accumulation makes the global batch, and what is nearest on both sides."""
     at_once = micro * data_parallel
     below = global_batch // at_once * at_once
-    nearest = f"{below} and {below + at_once}" if below else f"{at_once}"
+    nearest = f"the nearest that are: {below} and {below + at_once}" if below else f"the nearest that is: {at_once}"
     message = (
         f"a global batch of {global_batch} is no multiple of micro {micro} × {data_parallel} data-parallel "
-        f"ranks = {at_once}; the nearest that are: {nearest}"
+        f"ranks = {at_once}; {nearest}"
     )
     keeps = [m for m in range(1, micro) if global_batch % (m * data_parallel) == 0]
     return message + (f"; or keep it with micro {keeps[-1]}" if keeps else "")

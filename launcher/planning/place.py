@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from ..contract.launch import Node
@@ -9,6 +10,8 @@ from ..specs.models import Cluster, NodeEntry
 from .reasons import Reason
 
 SlotsWish = int | Literal["all"]
+
+_MOST_NODES = 2**16
 
 
 def choose_nodes(cluster: Cluster, nodes: int, slots: SlotsWish) -> tuple[tuple[Node, ...], list[Reason]]:
@@ -22,22 +25,31 @@ def choose_nodes(cluster: Cluster, nodes: int, slots: SlotsWish) -> tuple[tuple[
         reasons.append(Reason("nodes", f"{nodes} nodes are none: a job needs at least one"))
     elif entries and nodes > len(entries):
         reasons.append(Reason("nodes", f"{nodes} nodes were asked for, the cluster has {_named(entries)}"))
+    elif nodes > _MOST_NODES:
+        reasons.append(Reason("nodes", f"{nodes} nodes are more than any cluster has (at most {_MOST_NODES})"))
     if slots != "all" and slots < 1:
         reasons.append(Reason("slots", f"slots_per_node: {slots} leaves no rank on a node"))
     if reasons:
         return (Node("", 1 if slots == "all" else max(1, slots)),), reasons
     if cluster.backend == "slurm":
+        if entries:
+            return _unnamed(entries, nodes, slots)
         # Nodes that the description does not name are as many as Slurm has, all alike.
-        return _unnamed(entries or (NodeEntry(name="a-node", slots=cluster.slots or 1),) * nodes, nodes, slots)
+        has = cluster.slots or 1
+        if slots != "all" and slots > has:
+            message = f"slots_per_node: {slots} ranks were asked for, a node has {has}"
+            return (Node("", slots),), [Reason("slots", message)]
+        return (Node("", has if slots == "all" else slots),) * nodes, []
+    first = entries[:nodes]
+    small = [entry for entry in first if slots != "all" and entry.slots < slots]
+    if small and slots != "all":
+        return (Node("", slots),), [_too_many(small, slots)]
     chosen = []
-    for entry in entries[:nodes]:
+    for entry in first:
         take = entry.slots if slots == "all" else slots
-        if take > entry.slots:
-            reasons.append(_too_many(entry, take))
-            continue
         devices = entry.devices[:take] if entry.devices is not None else None
         chosen.append(Node(entry.name, take, entry.address or "", devices))
-    return tuple(chosen) or (Node("", 1),), reasons
+    return tuple(chosen), []
 
 
 def _unnamed(entries: tuple[NodeEntry, ...], nodes: int, slots: SlotsWish) -> tuple[tuple[Node, ...], list[Reason]]:
@@ -51,15 +63,17 @@ def _unnamed(entries: tuple[NodeEntry, ...], nodes: int, slots: SlotsWish) -> tu
         return (Node("", sizes[0]),) * nodes, [Reason("slots", message, "say slots_per_node as a number")]
     enough = [entry for entry in entries if entry.slots >= slots]
     if not enough:
-        return (Node("", slots),) * nodes, [_too_many(max(entries, key=lambda e: e.slots), slots)]
+        return (Node("", slots),) * nodes, [_too_many(entries[:1], slots)]
     if len(enough) < nodes:
         message = f"{nodes} nodes with {slots} slots were asked for, the cluster has {_named(tuple(enough))} of them"
         return (Node("", slots),) * nodes, [Reason("slots", message)]
     return (Node("", slots),) * nodes, []
 
 
-def _too_many(entry: NodeEntry, take: int) -> Reason:
-    return Reason("slots", f"slots_per_node: {take} ranks were asked for, node {entry.name} has {entry.slots}")
+def _too_many(small: Sequence[NodeEntry], slots: int) -> Reason:
+    has = ", ".join(f"node {entry.name} has {entry.slots}" for entry in small[:4])
+    more = ", …" if len(small) > 4 else ""
+    return Reason("slots", f"slots_per_node: {slots} ranks were asked for, {has}{more}")
 
 
 def _named(entries: tuple[NodeEntry, ...]) -> str:

@@ -1,0 +1,48 @@
+"""The shipped jobs on the shipped clusters, with names and paths that stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.contract.launch import LaunchSpec
+from launcher.planning import launch_spec, make_plan
+from launcher.planning.plan import Plan
+from launcher.render import render
+from launcher.specs.load import load_cluster, load_job
+from launcher.specs.models import Cluster, Job
+
+ROOT = Path(__file__).resolve().parents[2]
+# The laptop's Python is the one that runs zerun: another one on every machine.
+_FIXED = {"laptop": ["python=python3", "agent_python=python3"]}
+
+
+def load(job: str, cluster: str, sets: Sequence[str] = ()) -> tuple[Job, Cluster]:
+    return (
+        load_job(ROOT / "jobs" / f"{job}.yaml", sets),
+        load_cluster(ROOT / "clusters" / f"{cluster}.yaml", _FIXED.get(cluster, [])),
+    )
+
+
+def launched(
+    job: Job, cluster: Cluster, *, run_dir: str, run: str = "run-1", attempt: int = 1
+) -> tuple[Plan, LaunchSpec]:
+    plan = make_plan(job, cluster)
+    return plan, launch_spec(
+        plan,
+        job,
+        cluster,
+        run=run,
+        attempt=attempt,
+        run_dir=run_dir,
+        runtime=f"{run_dir.rpartition('/')[0]}/.blobs/0123abcd.zip",
+        code=None,
+        token="TOKEN",
+        secrets_file=None,
+        resume_step=None,
+    )
+
+
+def script(job: Job, cluster: Cluster, *, run_dir: str = "/runs/run-1", **options: Path) -> bytes:
+    plan, launch = launched(job, cluster, run_dir=run_dir)
+    return render(plan, cluster, launch, **options)
