@@ -5,6 +5,7 @@ from __future__ import annotations
 from .batch import replan
 from .launch import job_name, launch_spec
 from .make import check_engine, make_plan
+from .memory import plan_parameters
 from .reasons import CannotPlan, Reason
 
-__all__ = ["CannotPlan", "Reason", "check_engine", "job_name", "launch_spec", "make_plan", "replan"]
+__all__ = ["CannotPlan", "Reason", "check_engine", "job_name", "launch_spec", "make_plan", "plan_parameters", "replan"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..contract.errors import UsageError
 from ..contract.partition import Layout
 from .plan import StageMemory, StatePlan
 
@@ -215,6 +216,38 @@ def plan_state(
     return StatePlan(count, stages, chosen, device_bytes, verdict, because)
 
 
+def plan_parameters(
+    parameters: int,
+    *,
+    ranks: int,
+    tensor: int = 1,
+    precision: str = "bf16",
+    gradient_dtype: str | None = None,
+    optimizer: str = "adamw",
+    device_bytes: int | None = None,
+) -> StatePlan:
+    """State memory without a job: ``parameters`` on ``ranks`` ranks in all, of which ``tensor`` share a model.
+
+    ``gradient_dtype`` left out is the working precision, the paper's case. No stage is chosen, so the
+    verdict is for the reader; each stage says for itself whether it fits.
+    """
+    for name, value, known in (
+        ("precision", precision, PRECISION_BYTES),
+        ("gradient dtype", gradient_dtype or precision, PRECISION_BYTES),
+        ("optimizer", optimizer, MOMENTS),
+    ):
+        if value not in known:
+            raise UsageError(f"{name} {value!r} is not known; accepted: {', '.join(known)}")
+    if parameters < 1 or ranks < 1 or tensor < 1 or ranks % tensor:
+        raise UsageError(
+            f"{parameters} parameters on {ranks} ranks with a tensor degree of {tensor}: all must be at least 1, "
+            "and the degree must divide the ranks"
+        )
+    each = element_bytes(precision, gradient_dtype or precision, optimizer)
+    elements = Elements.of_count(parameters, tensor=tensor)
+    return plan_state(elements, each, chosen=None, world_size=ranks, device_bytes=device_bytes, parameters=parameters)
+
+
 Verdict = Literal["fits", "does not fit", "cannot be said"]
 
 
@@ -222,7 +255,7 @@ def _judge(
     stages: tuple[StageMemory, ...], chosen: int | None, world_size: int, device_bytes: int | None
 ) -> tuple[Verdict, str]:
     if chosen is None:
-        return "cannot be said", "no ZeRO stage was chosen"
+        return "cannot be said", "no ZeRO stage was chosen; each stage says for itself whether it fits"
     stage = stages[chosen]
     if device_bytes is None:
         return "cannot be said", "the cluster's description has no device memory (device: {memory: …})"

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.contract import partition
+from launcher.contract.errors import UsageError
 from launcher.planning.memory import (
     ZERO_STAGES,
     ElementBytes,
@@ -14,6 +15,7 @@ from launcher.planning.memory import (
     element_bytes,
     floor_bytes,
     largest_model,
+    plan_parameters,
     plan_state,
     readable,
     smallest_ranks,
@@ -82,6 +84,24 @@ def test_what_cannot_be_said() -> None:
     plan = plan_state(Elements.of_count(7 * GB), MIXED, chosen=2, world_size=4, device_bytes=None)
     assert plan.verdict == "cannot be said" and plan.stages[2].fits is None and "device memory" in plan.because
     assert plan_state(None, MIXED, chosen=2, world_size=4, device_bytes=GB).verdict == "cannot be said"
+
+
+def test_a_count_without_a_job() -> None:
+    plan = plan_parameters(7_500_000_000, ranks=64, device_bytes=32 * GB)
+    assert [three_digits(stage.total_bytes, GB) for stage in plan.stages] == ["120", "31.4", "16.6", "1.88"]
+    assert [stage.fits for stage in plan.stages] == [False, True, True, True]
+    assert [stage.all_ranks_bytes for stage in plan.stages] == [64 * 120 * GB, 2010 * GB, 1065 * GB, 120 * GB]
+    assert [stage.smallest_ranks_that_fit for stage in plan.stages] == [None, 45, 7, 4]
+    parts = plan_parameters(8 * GB, ranks=64, tensor=4)
+    assert parts.parameters == 8 * GB and parts.stages[0].total_bytes == 32 * GB and parts.stages[0].fits is None
+    for wrong in (
+        {"ranks": 6, "tensor": 4},
+        {"ranks": 0},
+        {"ranks": 1, "optimizer": "adam2"},
+        {"ranks": 1, "precision": "x"},
+    ):
+        with pytest.raises(UsageError):
+            plan_parameters(GB, **wrong)
 
 
 def test_bytes_of_an_element() -> None:

@@ -50,7 +50,7 @@ srun --nodes=25 --ntasks=25 --ntasks-per-node=1 \
   --cpus-per-task=48 \
   --mem=1474560M \
   --gres=gpu:16 \
-  --cpu-bind=none --mpi=none --kill-on-bad-exit=0 --wait=0 --unbuffered --export=ALL \
+  --mpi=none --kill-on-bad-exit=0 --wait=0 --unbuffered --export=ALL \
   "$agent_python" "$runtime" agent --run-dir "$run_dir" --attempt "$attempt" </dev/null &
 step=$!
 

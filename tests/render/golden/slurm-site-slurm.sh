@@ -52,7 +52,7 @@ srun --nodes=4 --ntasks=4 --ntasks-per-node=1 \
   --cpus-per-task=32 \
   --mem=245760M \
   --gres=gpu:a100:2 \
-  --cpu-bind=none --mpi=none --kill-on-bad-exit=0 --wait=0 --unbuffered --export=ALL \
+  --mpi=none --kill-on-bad-exit=0 --wait=0 --unbuffered --export=ALL \
   "$agent_python" "$runtime" agent --run-dir "$run_dir" --attempt "$attempt" </dev/null &
 step=$!
 
