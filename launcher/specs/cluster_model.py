@@ -88,7 +88,7 @@ def _extra(value: Any) -> dict[str, str | None]:
 def _extra_mistake(name: str, value: Any) -> Mistake | None:
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name, re.ASCII):
         return Mistake(
-            (name,), f"{name!r} is not a long option of sbatch; accepted: names like mail-type, without '--'", True
+            (name,), f"{name!r} is not an option of sbatch; accepted: names like mail-type, without '--'", True
         )
     # sbatch takes any unambiguous beginning of an option for the option itself.
     owned = name if name in OWNED_OPTIONS else next((o for o in OWNED_OPTIONS if o.startswith(name)), None)
@@ -155,7 +155,7 @@ class NodeEntry(Description):
             and slots.isdecimal()
             and int(slots) != len(devices)
         ):
-            yield Mistake(("devices",), f"{len(devices)} devices for {slots} slots; a slot has one device")
+            yield Mistake(("devices",), f"devices lists {len(devices)}, slots says {slots}; a slot has one device")
 
 
 class Nodes(Description):
@@ -234,6 +234,17 @@ class Network(Description):
     ports: PortRange | None = None  # written 20000-29999, both ends included
 
 
+def _python_problem(program: str) -> str | None:
+    if program.startswith("-"):
+        return f"{program!r} begins with '-' and would be read as an option"
+    if program.startswith(("~", "$")):
+        return f"{program!r} is not expanded; accepted: a name found on PATH after setup, or an absolute path"
+    return None
+
+
+Python = Annotated[str, BeforeValidator(values.checked(_python_problem))]
+
+
 def _runs_problem(path: str) -> str | None:
     if path.startswith(("/", "~", "$")):
         return None
@@ -306,8 +317,8 @@ class Cluster(Description):
     network: Network = Network()
     paths: Paths = Paths()
     setup: values.AnyText = ""
-    python: Word = "python3"
-    agent_python: Word = "python3"
+    python: Python = "python3"
+    agent_python: Python = "python3"
     env: Env = Field(default_factory=lambda: values.freeze({}))
     ssh: Ssh = Ssh()
 

@@ -34,7 +34,7 @@ class Description(BaseModel):
 
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
-        """What does not go together; values in ``given`` may be wrong in themselves."""
+        """What does not go together; keys and values in ``given`` may be wrong in themselves."""
         return iter(())
 
     def unsaid(self) -> frozenset[str]:
@@ -58,10 +58,10 @@ class Description(BaseModel):
             raise wrong(f"a mapping was expected, not {shown(value)}; its keys: {', '.join(known)}")
         given = {k: v for k, v in value.items() if v is not None or k not in known}
         found: list[Mistake] = []
-        for key in [k for k in given if k not in known]:
-            del given[key]
+        for key in (k for k in given if k not in known):
             found.append(Mistake((key,), cls._about_key(key, known), at_key=True))
         found += cls.mistakes(given)
+        given = {k: v for k, v in given.items() if k in known}
         details = [detail("key" if m.at_key else "value", m.message, m.loc) for m in found]
         try:
             result = handler(cls.prepare(given))

@@ -49,6 +49,7 @@ class Document:
     keys: dict[Loc, Place] = field(default_factory=dict)
     values: dict[Loc, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    refused: set[Loc] = field(default_factory=set)  # values that were told of and left out of the tree
 
     def place(self, loc: Loc, *, at_key: bool = False) -> Place:
         """Where ``loc`` stands, or the nearest thing around it that does."""
@@ -167,6 +168,7 @@ class _Walk:
         tag = str(node.tag)
         if tag not in _PLAIN_TAGS:
             name = tag.replace(_STANDARD, "!!")
+            self.document.refused.add(loc)
             self.document.wrong(loc, f"the tag {name} is not accepted; write the value without a tag")
             return None
         if isinstance(node, ScalarNode):
@@ -175,6 +177,7 @@ class _Walk:
                 return None
             return Text(node.value, plain)
         if id(node) in self.inside:
+            self.document.refused.add(loc)
             self.document.wrong(loc, "an alias stands inside its own anchor")
             return None
         self.inside.add(id(node))
@@ -202,6 +205,8 @@ class _Walk:
                 document.problems.append(place.problem(f"duplicate key {key!r}; it stands in line {first.line} too"))
                 continue
             document.keys[inner] = place
+            if isinstance(value_node, ScalarNode) and value_node.style is None and not value_node.value:
+                document.values[inner] = place  # an empty value stands nowhere; YAML's mark may be lines below
             result[key] = self.value(value_node, inner)
         return result
 

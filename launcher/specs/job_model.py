@@ -98,7 +98,8 @@ class Data(Description):
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
         forms = [key for key in ("text", "tokens", "factory") if key in given]
-        if len(forms) != 1:
+        # A key that is refused as unknown or not built was meant to be the one.
+        if len(forms) > 1 or (not forms and set(given) <= set(cls.model_fields)):
             what = " and ".join(forms) if forms else "none of them"
             yield Mistake((), f"data takes exactly one of text, tokens, factory, not {what}")
         if "heldout" in given and "tokens" not in given:
@@ -178,7 +179,7 @@ def _every(value: Any) -> tuple[str, int]:
             seconds = units.duration(str(value))
         except ValueError:
             raise ValueError(
-                f"{str(value)!r} is not understood; accepted: a number of steps, or 90s, 30min, 2h"
+                f"{str(value)!r} is not accepted; accepted: a number of steps, or 90s, 30min, 2h"
             ) from None
         field, found = "every_s", seconds
     else:

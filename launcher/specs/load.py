@@ -165,6 +165,8 @@ def _validated(model: type[D], document: Document, *, written: bool = True) -> D
         for line in error.errors(include_url=False, include_input=False):
             # Tags of unions ("<list>") are steps that no file has.
             loc = tuple(step for step in line["loc"] if not str(step).startswith("<"))
+            if loc in document.refused:
+                continue
             message = line["msg"]
             if not written:
                 message = f"{'.'.join(map(str, loc))}: {message}" if loc else message

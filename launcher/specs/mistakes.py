@@ -33,7 +33,10 @@ def shown(value: Any) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)``, or nothing."""
     folded = {name.lower().replace("-", "_"): name for name in known}
-    close = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
+    typed = word.lower().replace("-", "_")
+    # Letters in another order first: two letters swapped in a short word are not close by difflib's measure.
+    close = [name for name in folded if sorted(name) == sorted(typed)]
+    close = close or difflib.get_close_matches(typed, folded, n=1, cutoff=0.6)
     return f" (did you mean {folded[close[0]]!r}?)" if close else ""
 
 

@@ -63,11 +63,11 @@ def freeze(value: Any) -> Any:
 
 
 def parsed_by(parse: Callable[[str], T]) -> Callable[[Any], Any]:
-    """A validator that hands text to ``parse`` and lets through what is already a number (or a pair)."""
+    """A validator that hands text to ``parse`` and lets through what is already whole."""
 
     def validate(value: Any) -> Any:
         if not isinstance(value, str):
-            if isinstance(value, (bool, Mapping)):
+            if isinstance(value, (bool, float, list, Mapping)):
                 raise wrong(f"text was expected, not {shown(value)}")
             return value
         try:

@@ -1,0 +1,425 @@
+# ruff: noqa: E501  (answers stand here as they are printed)
+"""What a wrong description is answered with: every mistake at once, each with its place, in plain words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launcher.contract.errors import DescriptionError, Exit
+from launcher.specs import Cluster, Job, parse_text
+from launcher.specs.environment import OWNED
+from launcher.specs.job_model import Checkpoint
+
+CLUSTER = "name: c\nbackend: slurm\npaths: {runs: /r}\n"
+DIRECT = "name: c\nbackend: direct\nnodes: {names: 'n[1-2]'}\npaths: {runs: /r}\n"
+JOB = """name: j
+model: {kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}
+data: {text: python-stdlib}
+zero: {stage: 2}
+optimizer: {lr: 3e-4}
+batch: {global: 64, micro: 8}
+steps: 200
+"""
+
+
+def mistakes(kind: str, text: str | bytes) -> list[str]:
+    with pytest.raises(DescriptionError) as caught:
+        if kind == "job":
+            parse_text("job", text, "f.yaml")
+        else:
+            parse_text("cluster", text, "f.yaml")
+    assert caught.value.exit_code == Exit.USAGE == 2
+    return str(caught.value).split("\n")
+
+
+WRONG_CLUSTER = """\
+name: my/uni
+backend: slrum
+login: {host: "-oProxyCommand=x", port: 99999}
+slurm:
+  partiton: gpu
+  exclusive: yes
+  extra: {job-name: x, Mail: y, comment: "a\\nb", hold: null}
+nodes: {names: "gpu[01-25,x]", slots: 0, memory_per_slot: 120Gb, time_max: 24h30}
+device: {kind: tpu, memory: 32GiB, reserve: 40GiB, peak_flops: {bf61: 3T}, precisions: bf16}
+pools: {a100: {slots: 4}}
+paths: {runs: scratch/runs, node_local: /scratch}
+network: {between: 800Gb, ports: 5-70000}
+env: {RANK: "1", "A B": c, OK: }
+name: again
+python: -c
+"""
+
+WRONG_CLUSTER_ANSWER = """\
+uni.yaml:1:7: name 'my/uni' is not safe; accepted: up to 128 letters, digits, '.', '_', '-', first a letter or digit
+uni.yaml:2:10: 'slrum' is not accepted; accepted: slurm, direct (did you mean 'slurm'?)
+uni.yaml:3:15: host name '-oProxyCommand=x' begins with '-': programs would read it as an option
+uni.yaml:3:41: 99999 is out of range; accepted: from 1 to 65535
+uni.yaml:5:3: unknown key 'partiton' (did you mean 'partition'?); accepted: partition, account, qos, constraint, reservation, exclusive, gpus_by, gpu_type, extra
+uni.yaml:6:14: true or false was expected, not 'yes' (write true)
+uni.yaml:7:11: option 'job-name' is set by the launcher; write the job's name
+uni.yaml:7:24: 'Mail' is not an option of sbatch; accepted: names like mail-type, without '--'
+uni.yaml:7:42: 'a\\nb' must stand on one line; it holds '\\n'
+uni.yaml:8:27: range 'x' is not a number or number-number
+uni.yaml:8:39: 0 is out of range; accepted: at least 1
+uni.yaml:8:59: '120Gb' is in bits; accepted: 32GB (10⁹ bytes), 32GiB (2³⁰ bytes), 512MiB, 25MB, or a plain number of bytes
+uni.yaml:8:76: '24h30' is not a time; accepted: H:M:S, M:S, D-H, D-H:M, D-H:M:S or minutes as in Slurm (a bare 30 is 30 minutes), or 90s, 30min, 2h
+uni.yaml:9:16: 'tpu' is not accepted; accepted: cpu, gpu (did you mean 'gpu'?)
+uni.yaml:9:45: reserve 40GiB leaves nothing of memory 32GiB
+uni.yaml:9:65: unknown precision 'bf61' (did you mean 'bf16'?); accepted: fp64, fp32, tf32, bf16, fp16, fp8
+uni.yaml:9:88: a list was expected, not 'bf16'; accepted: [a, b]
+uni.yaml:10:1: 'pools' is not built yet; write slurm:, nodes: and device: at the top level
+uni.yaml:11:15: 'scratch/runs' is a relative path; accepted: an absolute one, or one beginning with ~ or $NAME
+uni.yaml:11:29: 'node_local' is not built yet; with shared: false, runs lies on each node
+uni.yaml:12:20: '800Gb' is in bits without 'a second'; accepted: 800Gbps (bits), 300GB/s or 300GiB/s (bytes)
+uni.yaml:12:34: '5-70000': ports go upward from 1024 to 65535
+uni.yaml:13:7: RANK is set by the launcher and cannot be given
+uni.yaml:13:18: 'A B' is not a variable's name; accepted: letters, digits, '_', not beginning with a digit
+uni.yaml:13:28: a value is missing; write "" for empty text
+uni.yaml:14:1: duplicate key 'name'; it stands in line 1 too
+uni.yaml:15:9: '-c' begins with '-' and would be read as an option"""
+
+WRONG_JOB = """\
+name: gpt
+nodes: four
+time: 1:2:3:4
+pool: a100
+model: {kind: gpt, layers: 4, hiden: 3, hidden: 512, heads: 7, seq_len: 1e3}
+data: {text: python-stdlib, tokens: ../x, options: {a: 1}}
+zero: {stage: 4, bucket: 25}
+parallel: {tensor: 2}
+optimizer: {lr: -1, betas: [0.9], clip: 0, warmup: 500, groups: []}
+batch: {global: 30, micro: 8, accumulation: 2}
+steps: 300
+precision: fp8
+recompute: [1, 2]
+checkpoint: {every: 30 parsecs, foreign: x}
+secrets: [A, A, "x y", B]
+env: {B: 1}
+outputs: [a]
+"""
+
+WRONG_JOB_ANSWER = """\
+gpt.yaml:2:8: a whole number was expected, not 'four'
+gpt.yaml:3:7: '1:2:3:4' is not a time; accepted: H:M:S, M:S, D-H, D-H:M, D-H:M:S or minutes as in Slurm (a bare 30 is 30 minutes), or 90s, 30min, 2h
+gpt.yaml:4:1: 'pool' is not built yet; the cluster has one kind of node
+gpt.yaml:5:31: unknown key 'hiden' (did you mean 'hidden'?); accepted: kind, layers, hidden, heads, seq_len, vocab, dropout
+gpt.yaml:5:61: hidden 512 cannot be divided among 7 heads; accepted near it: 2, 4, 8
+gpt.yaml:5:73: a whole number was expected, not '1e3'
+gpt.yaml:6:7: data takes exactly one of text, tokens, factory, not text and tokens
+gpt.yaml:6:37: '../x' leaves the shipped code; accepted: a path inside it, or absolute on the cluster
+gpt.yaml:6:43: options go with factory
+gpt.yaml:7:15: '4' is not accepted; accepted: 0, 1, 2, 3
+gpt.yaml:8:20: tensor parallelism (2) is not built yet; accepted today: 1
+gpt.yaml:9:17: -1 is out of range; accepted: more than 0
+gpt.yaml:9:28: a list of 1 was given; accepted: two numbers, [0.9, 0.95]
+gpt.yaml:9:41: 0 is out of range; accepted: more than 0
+gpt.yaml:9:52: warmup 500 is longer than steps 300
+gpt.yaml:9:57: 'groups' is not built yet
+gpt.yaml:10:17: global 30 is not a multiple of micro 8
+gpt.yaml:10:31: write global or accumulation, not both: one follows from the other
+gpt.yaml:12:12: 'fp8' is not accepted; accepted: fp32, bf16, fp16
+gpt.yaml:13:12: a list is not built yet; accepted today: none
+gpt.yaml:14:21: '30 parsecs' is not accepted; accepted: a number of steps, or 90s, 30min, 2h
+gpt.yaml:14:33: 'foreign' is not built yet
+gpt.yaml:15:14: A is named twice
+gpt.yaml:15:17: 'x y' is not a variable's name; accepted: letters, digits, '_', not beginning with a digit
+gpt.yaml:15:24: B stands under env too; a secret comes from your environment
+gpt.yaml:17:1: 'outputs' is not built yet; logs, metrics and checkpoints are collected"""
+
+
+def test_every_mistake_of_a_cluster_at_once() -> None:
+    with pytest.raises(DescriptionError) as caught:
+        parse_text("cluster", WRONG_CLUSTER, "uni.yaml")
+    assert str(caught.value) == WRONG_CLUSTER_ANSWER
+
+
+def test_every_mistake_of_a_job_at_once() -> None:
+    with pytest.raises(DescriptionError) as caught:
+        parse_text("job", WRONG_JOB, "gpt.yaml")
+    assert str(caught.value) == WRONG_JOB_ANSWER
+
+
+# --- YAML itself ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "f.yaml: the file is empty"),
+        ("# nothing\n", "f.yaml: the file is empty"),
+        ("- a\n", "f.yaml:1:1: lines of 'key: value' were expected"),
+        ("name\n", "f.yaml:1:1: lines of 'key: value' were expected"),
+        (DIRECT + "---\nname: d\n", "f.yaml:5:1: a second document begins here ('---'); a description is one document"),
+        (DIRECT + "<<: {python: x}\n", "f.yaml:5:1: merge keys ('<<') are not accepted; write the keys out"),
+        (DIRECT + "env:\n  <<: {A: x}\n", "f.yaml:6:3: merge keys ('<<') are not accepted; write the keys out"),
+        (DIRECT + "python: !env HOME\n", "f.yaml:5:9: the tag !env is not accepted; write the value without a tag"),
+        (
+            DIRECT + "python: !!python/object/apply:os.system [x]\n",
+            "f.yaml:5:9: the tag !!python/object/apply:os.system is not accepted; write the value without a tag",
+        ),
+        (DIRECT + "env:\n\tA: x\n", "f.yaml:6:1: a tab stands where YAML wants spaces"),
+        (DIRECT + "env: {A: *y}\n", "f.yaml:5:10: the alias names no anchor: 'y'"),
+        (DIRECT + "env: &e {A: *e}\n", "f.yaml:5:6: an alias stands inside its own anchor"),
+        (DIRECT + "env: {A: x\npython: y\n", "f.yaml:6:7: not YAML: expected ',' or '}', but got ':' while parsing"),
+        (DIRECT + "setup: a\x07\n", "f.yaml:5:9: the character '\\x07' is not allowed in YAML; write it as an escape"),
+        ((DIRECT + "setup: é").encode() + b"\xff\n", "f.yaml:5:9: the file is not UTF-8 text"),
+        (DIRECT + "? [a]\n: b\n", "f.yaml:5:3: a key must be a word, not a list or a mapping"),
+        (DIRECT + "env:\n  A: 1\n  B: 2\n  A: 3\n", "f.yaml:8:3: duplicate key 'A'; it stands in line 6 too"),
+        (DIRECT + "env: {A: [1]}\n", "f.yaml:5:10: text was expected, not a list"),
+        (DIRECT + "env: [A]\n", "f.yaml:5:6: a mapping was expected, not a list; accepted: lines of 'key: value'"),
+        (DIRECT + "ssh: x\n", "f.yaml:5:6: a mapping was expected, not 'x'; its keys: config, jump, user, port, key, "),
+        (DIRECT + 'env: {A: "\\0"}\n', "f.yaml:5:10: text cannot hold a NUL character"),
+    ],
+)  # fmt: skip
+def test_yaml_traps_have_their_place(text: str | bytes, says: str) -> None:
+    assert mistakes("cluster", text)[0].startswith(says)
+
+
+def test_aliases_that_explode_are_cut() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    assert "the description grows above 200,000 values" in "\n".join(mistakes("cluster", "\n".join(lines)))
+
+
+def test_the_boolean_trap_is_named() -> None:
+    assert mistakes("cluster", CLUSTER + "slurm: {exclusive: on}\n") == [
+        "f.yaml:4:20: true or false was expected, not 'on' (write true)"
+    ]
+
+
+# --- clusters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", sorted(Cluster.NOT_BUILT))
+def test_cluster_keys_not_built_are_named(key: str) -> None:
+    for value in ("{}", "null", "x"):
+        assert mistakes("cluster", CLUSTER + f"{key}: {value}\n")[0].startswith(f"f.yaml:4:1: {key!r} is not built yet")
+
+
+@pytest.mark.parametrize("key", sorted(Job.NOT_BUILT))
+def test_job_keys_not_built_are_named(key: str) -> None:
+    assert mistakes("job", JOB + f"{key}: [a]\n")[0].startswith(f"f.yaml:8:1: {key!r} is not built yet")
+
+
+def test_inner_keys_and_values_not_built_are_named() -> None:
+    assert "'foreign' is not built yet" in mistakes("job", JOB + "checkpoint: {foreign: {}}\n")[0]
+    assert "'dataset' is not built yet" in mistakes("job", JOB.replace("text: python-stdlib", "dataset: pile"))[0]
+    model = "{kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}"
+    assert "'weights' is not built yet" in mistakes("job", JOB.replace(model, "{factory: a:b, weights: x}"))[0]
+    assert "'block' is not built yet; accepted today: none" in mistakes("job", JOB + "recompute: block\n")[0]
+    assert "'bf16' is not built yet" in mistakes("job", JOB.replace("stage: 2", "stage: 2, gradient_dtype: bf16"))[0]
+    assert "'openssh' is not built yet" in mistakes("cluster", CLUSTER + "login: {host: h, via: openssh}\n")[0]
+    assert (
+        "'device' is not built yet"
+        in mistakes("cluster", DIRECT.replace("{names: 'n[1-2]'}", "[{name: a, device: {kind: gpu}}]"))[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name: c\nbackend: direct\npaths: {runs: /r}\n", "1:1: 'nodes' is missing: backend: direct needs names"),
+        ("name: c\nbackend: direct\nnodes: {slots: 2}\npaths: {runs: /r}\n", "3:8: backend: direct needs names (node[01-04])"),
+        ("name: c\nbackend: direct\nnodes: []\npaths: {runs: /r}\n", "3:8: the list of nodes is empty"),
+        ("name: c\nbackend: slurm\n", "1:1: paths.runs is missing"),
+        ("name: c\nbackend: slurm\npaths: {shared: true}\n", "3:8: paths.runs is missing"),
+        (CLUSTER.replace("/r", "/r, shared: false"), "3:27: with Slurm, runs must be shared"),
+        (CLUSTER + "nodes: [{name: a}]\n", "4:8: a list of nodes is for backend: direct"),
+        (CLUSTER + "nodes: {hostfile: h}\n", "4:9: hostfile is for backend: direct"),
+        (CLUSTER + "ssh: {jump: gate}\n", "4:1: ssh says how a login node is reached, and there is no login"),
+        (CLUSTER + "slurm: {gpu_type: a100}\n", "4:19: gpu_type needs gpus_by"),
+        (CLUSTER + "slurm: {partition: 'a\nb'}\n", None),
+        (CLUSTER + "slurm: {partition: \"a\\n#SBATCH --wrap=x\"}\n", "4:20: 'a\\n#SBATCH --wrap=x' must stand on one line"),
+        (CLUSTER + "slurm: {partition: --wrap=x}\n", "4:20: '--wrap=x' begins with '-'"),
+        (CLUSTER + "slurm: {partition: ''}\n", "4:20: a value is missing: the text is empty"),
+        (CLUSTER + "nodes: {names: 'n[2-1]'}\n", "4:19: range '2-1' goes down"),
+        (CLUSTER + "nodes: {names: 'n[1-2],n1'}\n", "4:16: node 'n1' is named twice"),
+        (DIRECT + "slurm: {partition: x}\n", "5:1: slurm is for backend: slurm"),
+        (DIRECT + "login: {host: x}\n", "5:1: login is for backend: slurm"),
+        (DIRECT + "ssh: {jump: 'me@gate:x'}\n", "5:13: jump host 'me@gate:x': 'x' is not a port"),
+        (DIRECT + "ssh: {jump: 'a b'}\n", "5:13: host name 'a b' holds ' '"),
+        (DIRECT + "python: ~/venv/bin/python\n", "5:9: '~/venv/bin/python' is not expanded"),
+        (DIRECT + "ssh: {user: '-l'}\n", "5:13: user name '-l' is not safe"),
+        (DIRECT.replace("{names: 'n[1-2]'}", "[{name: a}, {name: a}]"), "3:8: node 'a' is named twice"),
+        (DIRECT.replace("{names: 'n[1-2]'}", "[{name: a;b}]"), "3:16: host name 'a;b' holds ';'"),
+        (DIRECT.replace("{names: 'n[1-2]'}", "[{name: a, slots: 2, devices: [0]}]"), "3:38: devices lists 1, slots says 2"),
+        (DIRECT.replace("{names: 'n[1-2]'}", "{names: 'n[1-70000]'}"), "3:17: the list names more than 65,536 nodes"),
+        (DIRECT.replace("{names", "{hostfile: h, names"), "3:9: write names or hostfile, not both"),
+        (DIRECT.replace("{names", "{entries: [], names"), "3:9: unknown key 'entries'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_in_a_cluster(text: str, says: str | None) -> None:
+    if says is None:  # a folded line break in quotes is a space to YAML
+        assert parse_text("cluster", text, "f.yaml").slurm.partition == "a b"
+    else:
+        assert mistakes("cluster", text)[0].startswith(f"f.yaml:{says}")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("job-name", "output", "error", "nodes", "ntasks", "ntasks-per-node", "parsable", "wrap", "export", "requeue"),
+        *("no-requeue", "signal", "open-mode", "array", "chdir", "gres", "mem", "time"),
+        *("wra", "parsabl", "job-", "expor", "nta"),
+    ],
+)
+def test_sbatch_options_of_the_launcher_are_refused_also_shortened(option: str) -> None:
+    assert (
+        f"option {option!r} is set by the launcher"
+        in mistakes("cluster", CLUSTER + f"slurm: {{extra: {{{option}: x}}}}\n")[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "option", ["mail-type", "mail-user", "comment", "dependency", "nodelist", "exclude", "licenses", "time-min"]
+)
+def test_other_sbatch_options_are_fine(option: str) -> None:
+    assert parse_text("cluster", CLUSTER + f"slurm: {{extra: {{{option}: x}}}}\n", "f").slurm.extra == {option: "x"}
+
+
+@pytest.mark.parametrize("option", ["--wrap", "Mail", "a b", "a=b", "1a", "é", "a\\nb"])
+def test_names_of_sbatch_options_are_plain(option: str) -> None:
+    assert "is not an option of sbatch" in mistakes("cluster", CLUSTER + f'slurm: {{extra: {{"{option}": x}}}}\n')[0]
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("batch: {global: 64, micro: 8}", "batch: {micro: 8}", "6:8: batch needs global or accumulation beside micro"),
+        ("batch: {global: 64, micro: 8}", "batch: {global: 64, accumulation: 8}", "6:1: 'micro' is missing"),
+        ("global: 64", "global: 0", "6:17: 0 is out of range"),
+        ("data: {text: python-stdlib}", "data: {}", "3:7: data takes exactly one of text, tokens, factory, not none"),
+        ("data: {text: python-stdlib}", "data: {text: x}", "3:14: 'x' is not accepted; accepted: python-stdlib"),
+        ("data: {text: python-stdlib}", "data: {tokens: ~/x}", "3:16: '~/x' is not a plain path"),
+        ("data: {text: python-stdlib}", "data: {text: python-stdlib, heldout: x}", "3:29: heldout goes with tokens"),
+        ("data: {text: python-stdlib}", "data: {factory: my.module}", "3:17: 'my.module' does not name a function"),
+        ("data: {text: python-stdlib}", "data: {tokens: x}\nevaluate: {every: 1}", "4:1: evaluate needs data.heldout"),
+        ("{kind: gpt, layers: 8", "{kind: gtp, layers: 8", "2:15: 'gtp' is not accepted; accepted: gpt (did you mean 'gpt'?)"),
+        ("{kind: gpt, layers: 8", "{layers: 8", "2:1: 'kind' is missing"),
+        ("seq_len: 256}", "seq_len: 256, vocab: 100}", "2:75: vocab 100 is too small: text is read as bytes"),
+        ("seq_len: 256}", "seq_len: 256, dropout: 1}", "2:77: 1 is out of range; accepted: at least 0 and less than 1"),
+        ("layers: 8", "layers: 1_000", "2:28: a whole number was expected, not '1_000'"),
+        ("lr: 3e-4", "lr: .inf", "5:17: a number was expected, not '.inf'"),
+        ("lr: 3e-4", "lr: 1e999", "5:17: '1e999' is not finite"),
+        ("lr: 3e-4", "lr: 3e-4, betas: [0.9, 1.0]", "5:36: 1 is out of range"),
+        ("zero: {stage: 2}", "zero:", "4:1: 'zero' is missing"),
+        ("steps: 200", "steps: -3", "7:8: -3 is out of range; accepted: at least 1"),
+        ("name: j", "name: ../j", "1:7: name '../j' is not safe"),
+        ("name: j", 'name: "j\\n"', "1:7: 'j\\n' must stand on one line"),
+        ("name: j", "name: j\nslots_per_node: 0", "2:17: '0' is not accepted; accepted: all, or a number from 1"),
+        ("name: j", "name: j\nsecrets: K", "2:10: a list was expected, not 'K'"),
+        ("name: j", "name: j\nsecrets: [ZERUN_TOKEN]", "2:11: ZERUN_TOKEN is set by the launcher"),
+        ("name: j", "name: j\ntime: 0", "2:7: 0 is out of range; accepted: at least 1"),
+        ("name: j", "name: j\ncheckpoint: {every: 0}", "2:21: '0' is out of range; accepted: 1 step"),
+        ("name: j", "name: j\ncheckpoint: {every_steps: 5}", "2:14: unknown key 'every_steps'"),
+        ("name: j", "name: j\nprogram: {argv: [x]}", "3:1: 'model' does not go with program"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_in_a_job(old: str, new: str, says: str) -> None:
+    assert old in JOB
+    assert mistakes("job", JOB.replace(old, new))[0].startswith(f"f.yaml:{says}")
+
+
+def test_a_job_that_trains_nothing_or_half() -> None:
+    assert mistakes("job", "name: j\n") == [
+        "f.yaml:1:1: the job trains nothing: write model, data, zero, optimizer, batch, steps, or program"
+    ]
+    assert mistakes("job", "name: j\nzero: {stage: 0}\nsteps: 3\n") == [
+        f"f.yaml:1:1: {key!r} is missing" for key in ("batch", "data", "model", "optimizer")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("{argv: []}", "argv is empty"),
+        ("{argv: ['']}", "argv is empty"),
+        ("{argv: python train.py}", "a list was expected, not 'python train.py'"),
+        ("{argv: [x], stop_signal: KILL}", "'KILL' is not accepted; accepted: TERM, INT, HUP, QUIT, USR1, USR2"),
+        ("{argv: [x], stop_grace: 30}", "'30' has no unit"),
+        ('{argv: [x, "a\\0b"]}', "NUL"),
+    ],
+)
+def test_programs_refused(program: str, says: str) -> None:
+    assert says in mistakes("job", f"name: j\nprogram: {program}\n")[0]
+
+
+@pytest.mark.parametrize("name", [*sorted(OWNED), "ZERUN_RUN_DIR", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS_PER_NODE"])
+def test_variables_of_the_launcher_are_refused(name: str) -> None:
+    assert f"{name} is set by the launcher" in mistakes("job", JOB + f"env: {{{name}: x}}\n")[0]
+
+
+def test_values_of_variables_may_be_any_text() -> None:
+    text = "a,b 'c' \"d\" $HOME\n`x` é = %j \t#!"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+    assert parse_text("job", JOB + f'env: {{A: "{escaped}"}}\n', "f").env == {"A": text}
+
+
+def test_every_field_has_a_refusal_in_plain_words() -> None:
+    """A list where one value belongs is answered by us everywhere, never in pydantic's terms."""
+    for key in (k for k in Job.keys(written=True) if k not in {"secrets", "recompute"}):
+        text = "\n".join(line for line in JOB.splitlines() if not line.startswith(f"{key}:")) + f"\n{key}: [[x]]\n"
+        said = "\n".join(mistakes("job", text))
+        assert not re.search(r"[Ii]nput should|valid dictionary|unable to", said), said
+    assert "every" in Checkpoint.keys(written=True)
+
+
+# --- anything at all ------------------------------------------------------------------------------
+
+_VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.text(max_size=6),
+        st.sampled_from(["gpt", "32GB", "1-2", "localhost"]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=6,
+)
+_JOB_KEYS = st.sampled_from(
+    ["model", "data", "zero", "batch", "optimizer", "checkpoint", "env", "secrets", "program", "code", "x"]
+)
+_CLUSTER_KEYS = st.sampled_from(
+    ["backend", "nodes", "paths", "login", "slurm", "ssh", "device", "network", "env", "python", "x"]
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.dictionaries(_JOB_KEYS, _VALUES, max_size=5), st.dictionaries(_CLUSTER_KEYS, _VALUES, max_size=5))
+def test_any_tree_is_read_or_refused(job: dict[str, object], cluster: dict[str, object]) -> None:
+    import json
+
+    # JSON is YAML; what is quoted in it stays text, as it should.
+    for kind, tree in (("job", job), ("cluster", cluster)):
+        text = json.dumps(tree, ensure_ascii=True)
+        try:
+            parse_text(kind, text, "f.yaml")  # type: ignore[call-overload]
+        except DescriptionError as error:
+            assert error.problems
+            assert all(p.file == "f.yaml" and p.message for p in error.problems)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(alphabet="a:b-[]{}#&*!|>'\"%@`,?\n \t<\x00é", max_size=24), st.binary(max_size=12))
+def test_any_text_is_read_or_refused(text: str, raw: bytes) -> None:
+    for source in (text, raw):
+        with pytest.raises(DescriptionError):
+            parse_text("job", source, "f.yaml")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="abnodes.=0123[]{}'\"~ \n", max_size=20))
+def test_any_assignment_is_taken_or_refused(assignment: str) -> None:
+    try:
+        parse_text("job", JOB, "f.yaml", [assignment])
+    except DescriptionError as error:
+        assert error.problems
