@@ -50,21 +50,25 @@ def element_bytes(precision: str, gradient_dtype: str, optimizer: str = "adamw")
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements that a tensor rank's data-parallel group holds, in pieces that are divided one by one."""
+    """How many parameters there are.
+
+    Of a layout: the units of one tensor rank, each padded when it is divided, wherever it lies (a flat
+    buffer carries its padding also where it is whole). Of a plain count: all of it, as one piece that is
+    divided without padding; a share that is no whole number is rounded up to a byte, not to an element.
+    """
 
     trainable: tuple[int, ...]
     frozen: tuple[int, ...] = ()
-    padded: bool = False  # replicated buffers carry the padding too, as the engine's flat units do
+    padded: bool = False
     tensor: int = 1
 
     @classmethod
     def of_count(cls, parameters: int, *, frozen: int = 0, tensor: int = 1) -> Elements:
-        """A plain count, all of it divided evenly by the tensor degree."""
-        return cls((_share(parameters, tensor),), (_share(frozen, tensor),) if frozen else (), False, tensor)
+        return cls((parameters,), (frozen,) if frozen else (), False, tensor)
 
     @classmethod
     def of_layout(cls, layout: Layout) -> Elements:
-        """The units of a model. The layout's own number of ranks plays no part."""
+        """The layout's own number of ranks plays no part."""
         return cls(
             tuple(unit.numel for unit in layout.units if unit.trainable),
             tuple(unit.numel for unit in layout.units if not unit.trainable),
@@ -72,46 +76,32 @@ class Elements:
             layout.tensor,
         )
 
-    def shard(self, ranks: int) -> Elements:
-        """What the rank that owns most holds of each piece."""
-        return Elements(
-            tuple(_share(n, ranks) for n in self.trainable),
-            tuple(_share(n, ranks) for n in self.frozen),
-            self.padded,
-            self.tensor,
-        )
 
-    def whole(self, ranks: int) -> Elements:
-        """What a rank holds where the pieces are replicated, laid out for ``ranks``."""
-        if not self.padded:
-            return self
-        part = self.shard(ranks)
-        return Elements(
-            tuple(n * ranks for n in part.trainable), tuple(n * ranks for n in part.frozen), True, self.tensor
-        )
-
-
-def _share(elements: int, ranks: int) -> int:
-    return -(-elements // ranks)
+def rank_bytes(zero_stage: int, elements: Elements, each: ElementBytes, ranks: int) -> int:
+    """State bytes of one rank; of ``ranks`` data-parallel ranks the one that owns most."""
+    replicated, divided = _split(zero_stage, each)
+    frozen_replicated, frozen_divided = (0, each.weights) if zero_stage >= 3 else (each.weights, 0)
+    if elements.padded:
+        shard, frozen_shard = (sum(-(-n // ranks) for n in pieces) for pieces in (elements.trainable, elements.frozen))
+        whole = (replicated * shard + frozen_replicated * frozen_shard) * ranks
+        return whole + divided * shard + frozen_divided * frozen_shard
+    trainable, frozen = sum(elements.trainable), sum(elements.frozen)
+    whole = replicated * trainable + frozen_replicated * frozen
+    return -(-(whole * ranks + divided * trainable + frozen_divided * frozen) // (ranks * elements.tensor))
 
 
 def stage_memory(
     zero_stage: int, elements: Elements, each: ElementBytes, ranks: int, device_bytes: int | None = None
 ) -> StageMemory:
     """State of one of ``ranks`` data-parallel ranks (times the tensor degree: the world size)."""
-    whole, shard = elements.whole(ranks), elements.shard(ranks)
-    weights = shard if zero_stage >= 3 else whole
-    gradients = shard if zero_stage >= 2 else whole
-    optimizer = shard if zero_stage >= 1 else whole
-    parameters_bytes = each.weights * (sum(weights.trainable) + sum(weights.frozen))
-    gradients_bytes = each.gradients * sum(gradients.trainable)
-    optimizer_bytes = each.optimizer * sum(optimizer.trainable)
-    total = parameters_bytes + gradients_bytes + optimizer_bytes
+    weights = rank_bytes(zero_stage, elements, ElementBytes(each.weights, 0, 0), ranks)
+    with_gradients = rank_bytes(zero_stage, elements, ElementBytes(each.weights, each.gradients, 0), ranks)
+    total = rank_bytes(zero_stage, elements, each, ranks)
     return StageMemory(
         zero_stage=zero_stage,
-        parameters_bytes=parameters_bytes,
-        gradients_bytes=gradients_bytes,
-        optimizer_bytes=optimizer_bytes,
+        parameters_bytes=weights,
+        gradients_bytes=with_gradients - weights,
+        optimizer_bytes=total - with_gradients,
         total_bytes=total,
         all_ranks_bytes=_all_ranks(zero_stage, elements, each, ranks, total),
         floor_bytes=floor_bytes(zero_stage, elements, each),
@@ -127,10 +117,10 @@ def _all_ranks(zero_stage: int, elements: Elements, each: ElementBytes, ranks: i
     if elements.padded:
         return total * ranks * elements.tensor
     replicated, divided = _split(zero_stage, each)
-    trainable, frozen = sum(elements.trainable), sum(elements.frozen)
     frozen_copies = 1 if zero_stage >= 3 else ranks
-    group = (replicated * ranks + divided) * trainable + each.weights * frozen * frozen_copies
-    return group * elements.tensor
+    return (replicated * ranks + divided) * sum(elements.trainable) + each.weights * sum(
+        elements.frozen
+    ) * frozen_copies
 
 
 def _split(zero_stage: int, each: ElementBytes) -> tuple[int, int]:
@@ -146,34 +136,36 @@ def floor_bytes(zero_stage: int, elements: Elements, each: ElementBytes) -> int:
     """What a rank never goes below, however many ranks there are: the limit of N to infinity, unpadded."""
     replicated, _ = _split(zero_stage, each)
     frozen = 0 if zero_stage >= 3 else each.weights * sum(elements.frozen)
-    return replicated * sum(elements.trainable) + frozen
+    floor = replicated * sum(elements.trainable) + frozen
+    return floor if elements.padded else -(-floor // elements.tensor)
 
 
 def smallest_ranks(zero_stage: int, elements: Elements, each: ElementBytes, device_bytes: int) -> int | None:
     """The smallest world size (a multiple of the tensor degree) whose state fits; None: no number helps."""
 
-    def total(ranks: int) -> int:
-        whole, shard = elements.whole(ranks), elements.shard(ranks)
-        replicated, divided = _split(zero_stage, each)
-        frozen = sum((shard if zero_stage >= 3 else whole).frozen)
-        return replicated * sum(whole.trainable) + divided * sum(shard.trainable) + each.weights * frozen
+    def without_padding(ranks: int) -> int:
+        """Falls as ranks are added; below ``rank_bytes`` by the padding of what is replicated."""
+        if not elements.padded:
+            return rank_bytes(zero_stage, elements, each, ranks)
+        divided = ElementBytes(
+            each.weights if zero_stage >= 3 else 0,
+            each.gradients if zero_stage >= 2 else 0,
+            each.optimizer if zero_stage >= 1 else 0,
+        )
+        alone = Elements(elements.trainable, elements.frozen if zero_stage >= 3 else (), True)
+        return floor_bytes(zero_stage, elements, each) + rank_bytes(zero_stage, alone, divided, ranks)
 
-    def bound(ranks: int) -> int:
-        """Below ``total`` by the padding of what is replicated, and falling as ranks are added."""
-        shard = elements.shard(ranks)
-        _, divided = _split(zero_stage, each)
-        frozen = each.weights * sum(shard.frozen) if zero_stage >= 3 else 0
-        return floor_bytes(zero_stage, elements, each) + divided * sum(shard.trainable) + frozen
-
-    low, high = 1, max((*elements.trainable, *elements.frozen, 1))
-    if bound(high) > device_bytes:
+    # From here on a rank would own less than one parameter, which is none.
+    most = max((*elements.trainable, *elements.frozen, 1))
+    low, high = 1, most if elements.padded else -(-most // elements.tensor)
+    if without_padding(high) > device_bytes:
         return None
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if bound(middle) <= device_bytes else (middle + 1, high)
+        low, high = (low, middle) if without_padding(middle) <= device_bytes else (middle + 1, high)
     # Padding comes and goes with the number of ranks: the first that fits is at most a little further.
     for ranks in range(low, low + _PADDING_SEARCH):
-        if total(ranks) <= device_bytes:
+        if rank_bytes(zero_stage, elements, each, ranks) <= device_bytes:
             return ranks * elements.tensor
     return None
 
@@ -181,15 +173,8 @@ def smallest_ranks(zero_stage: int, elements: Elements, each: ElementBytes, devi
 def largest_model(zero_stage: int, each: ElementBytes, ranks: int, device_bytes: int, *, tensor: int = 1) -> int:
     """The most parameters whose state fits on each of ``ranks`` data-parallel × ``tensor`` ranks."""
     replicated, divided = _split(zero_stage, each)
-
-    def fits(elements: int) -> bool:
-        return replicated * elements + divided * _share(elements, ranks) <= device_bytes
-
-    low, high = 0, device_bytes * ranks + 1
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * tensor
+    # whole parameters with (replicated + divided / ranks) / tensor bytes each
+    return device_bytes * ranks * tensor // (replicated * ranks + divided)
 
 
 def plan_state(
