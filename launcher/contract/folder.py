@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Optional, Union
 
-SAFE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Names of runs, nodes in file names, clusters: nothing here can leave a folder or be read as an option."""
 
 
 def is_safe_name(name: str) -> bool:
-    return bool(SAFE_NAME.match(name)) and ".." not in name
+    return bool(SAFE_NAME.fullmatch(name)) and ".." not in name
 
 
 @dataclass(frozen=True)
