@@ -7,7 +7,11 @@ looked up on first use, so that importing this loads neither torch nor anything 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from launcher import app
+    from launcher.engine import ZeroEngine
 
 __all__ = ["ZeroEngine", "app"]
 
