@@ -16,7 +16,7 @@ from ..contract.records import ProcessId
 from . import processes, supervise
 from .processes import Stat
 
-_CLEAN_UP_S = 6.0  # an agent may need it beyond the grace of its ranks
+_CLEAN_UP_S = 6.0  # an agent may need it after the grace of its ranks
 
 
 def stop(request: Dict[str, Any]) -> Dict[str, Any]:
@@ -34,7 +34,10 @@ def stop(request: Dict[str, Any]) -> Dict[str, Any]:
         for stat in [agent, *processes.descendants([agent.pid])]:
             before[stat.pid] = stat
         processes.send(agent, signal.SIGTERM)
-    _wait(agents, min(grace_s, spec.grace_s) + _CLEAN_UP_S)
+    _wait(agents, min(grace_s, spec.grace_s) + 0.5)
+    for agent in _same({stat.pid: stat for stat in agents}):
+        processes.send(agent, signal.SIGQUIT)  # no more grace; it still ends its descendants and says so
+    _wait(agents, _CLEAN_UP_S)
 
     def left() -> List[Stat]:
         found = {stat.pid: stat for stat in [*processes.marked(spec.token), *_same(before)]}

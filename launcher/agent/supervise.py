@@ -68,7 +68,7 @@ class Agent:
         self._listener: Optional[socket.socket] = None
         self._prepared: Optional[Tuple[Path, Environment]] = None
         self._welcome = options.node_rank == 0
-        self._stopping = self._finishing = self._down = self._warned = self._reported = False
+        self._stopping = self._down = self._warned = self._reported = False
         self._settled = False
         self._killing_since: Optional[float] = None
         self._started = False
@@ -114,6 +114,7 @@ class Agent:
     def _begin(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.on_signal(number, self._cancelled)
+        self._loop.on_signal(signal.SIGQUIT, self._cancelled_now)
         self._loop.on_signal(signal.SIGUSR2, self._warn_all)
         self._loop.on_signal(signal.SIGHUP, lambda: None)
         try:
@@ -266,6 +267,11 @@ class Agent:
         self._ready.say(True, failed="cancelled")
         self._report(self._failure("cancelled", f"the agent on {self._me.node} was told to stop"), time.monotonic())
 
+    def _cancelled_now(self) -> None:
+        """The grace is over for whoever asked. (A second SIGTERM is no hurry: Slurm sends several.)"""
+        self._cancelled()
+        self._kill()
+
     def _time_is_up(self) -> None:
         self._report(self._failure("time_limit", f"the time limit of {self._spec.time_s} s is over"), time.monotonic())
 
@@ -313,11 +319,16 @@ class Agent:
             self._end()
 
     def finish(self) -> None:
-        self._settled = self._finishing = True
-        left = processes.descendants([os.getpid()])
-        for stat in left:
+        self._settled = True
+        for stat in processes.descendants([os.getpid()]):
             processes.send(stat, signal.SIGTERM)
-        self._loop.after(_LEFTOVER_S if left else 0.0, self._kill)
+        self._await_leftovers(time.monotonic() + _LEFTOVER_S)
+
+    def _await_leftovers(self, until: float) -> None:
+        if time.monotonic() < until and processes.descendants([os.getpid()]):
+            self._loop.after(0.05, lambda: self._await_leftovers(until))
+        else:
+            self._kill()
 
     # -- ending --------------------------------------------------------------------------------------
 

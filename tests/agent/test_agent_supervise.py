@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from conftest import MakeJob, lives, until
+from agent_job import MakeJob, lives, until
 
 from launcher.contract.launch import Node
 
@@ -83,8 +84,6 @@ def _pid_in(path: Path) -> int:
 
 
 def test_cancel_ends_daemons_of_ranks_and_nobody_else(job: MakeJob, tmp_path: Path) -> None:
-    import subprocess
-
     bystander = subprocess.Popen(["sleep", "60"])
     one = job(sys.executable, "-c", DAEMON, str(tmp_path / "pid"), "300")
     agent = one.agent()
