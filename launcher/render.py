@@ -1,8 +1,9 @@
 """Plan → the script that is submitted. Jinja2 templates in which every value is shell-quoted by itself.
 
 ``{{ value }}`` comes out as one word that a POSIX shell reads back byte-equal, whatever the value holds.
-Three filters say otherwise: ``sbatch`` quotes for a ``#SBATCH`` line, ``comment`` makes one harmless line
-for a shell comment, ``raw`` leaves text as it is (for text the renderer itself made). A name that is not
+Filters say otherwise: ``sbatch`` quotes for a ``#SBATCH`` line, ``comment`` makes one harmless line for a
+shell comment, ``node_path`` leaves ``~`` and ``$NAME`` for the node's shell to expand and quotes all else,
+``raw`` leaves text as it is (for text the renderer itself made). A name that is not
 defined is an error that says the template and the line.
 
 Templates are looked for in ``--templates DIR``, then in the user's config folder, then among those that
@@ -171,6 +172,20 @@ def sbatch_quoted(value: object) -> Text:
     return Text('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"')
 
 
+_EXPANDED = re.compile(r"(^~(?=/|$)|\$[A-Za-z_][A-Za-z0-9_]*)")
+
+
+def node_path(value: object) -> Text:
+    """A path whose leading ``~`` and whose ``$NAME`` the node's shell expands; everything else is literal."""
+    words = []
+    for piece in _EXPANDED.split(str(value)):
+        if _EXPANDED.fullmatch(piece):
+            words.append(f'"${{{"HOME" if piece == "~" else piece[1:]}}}"')
+        elif piece:
+            words.append(shell_quoted(piece))
+    return Text("".join(words) or "''")
+
+
 def commented(value: object) -> Text:
     """One line for a shell comment: line breaks and other control characters are written as escapes."""
     return Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value)))
@@ -203,7 +218,7 @@ def _environment(folders: list[Path]) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"raw": lambda value: Text(value), "sbatch": sbatch_quoted, "comment": commented}
+    environment.filters |= {"raw": Text, "sbatch": sbatch_quoted, "comment": commented, "node_path": node_path}
     return environment
 
 

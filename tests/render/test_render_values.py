@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from render_cases import launched, load
 
 from launcher.contract.errors import UsageError
-from launcher.render import commented, render, sbatch_quoted, shell_quoted
+from launcher.render import commented, node_path, render, sbatch_quoted, shell_quoted
 
 HOSTILE = [
     "a b",
@@ -37,7 +37,7 @@ texts = st.one_of(
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=30),
 )
 paths = texts.map(lambda text: "/" + text.replace("/", "_"))
-many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     ``claim`` answers 7, as the agent answers with the attempt that it made its own.
     """
-    folder = tmp_path_factory.mktemp('it\'s a $HOME\n`odd` "place" é')
+    folder = tmp_path_factory.mktemp('it\'s a $1\n`odd` "place" é')
     program = folder / "python"
     program.write_text(
         "#!/bin/sh\n"
@@ -120,6 +120,22 @@ def test_a_node_that_is_not_of_the_attempt_is_refused() -> None:
 def test_shell_quoting_and_comments(text: str) -> None:
     script = f"# {commented(text)}\nprintf %s {shell_quoted(text)}"
     assert subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode() == text
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("~/it's/python", "/home/ann smith/it's/python"),
+        ("~", "/home/ann smith"),
+        ("/opt/$SITE/bin/$SITE-py", "/opt/a b/bin/a b-py"),
+        ("/opt/~/${SITE}/$1 `id`", "/opt/~/${SITE}/$1 `id`"),
+        ("~ann/python", "~ann/python"),
+    ],
+)
+def test_a_path_that_the_node_expands(path: str, expected: str) -> None:
+    script = f'set -u; x={node_path(path)}; printf %s "$x"'
+    environment = {"HOME": "/home/ann smith", "SITE": "a b", "PATH": os.environ["PATH"]}
+    assert subprocess.run(["bash", "-c", script], env=environment, capture_output=True).stdout.decode() == expected
 
 
 def parsed_by_sbatch(line: str) -> list[str]:
