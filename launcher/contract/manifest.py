@@ -16,6 +16,7 @@ from .partition import Layout
 from .plain import dumps, from_plain
 
 BLOCK_BYTES = 16 * 2**20
+Bytes = bytes  # inside the classes below ``bytes`` is a size
 FORMAT = 1
 
 
@@ -56,11 +57,11 @@ class Manifest:
     def bytes(self) -> int:
         return sum(s.bytes for s in self.shards)
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self) -> Bytes:
         return dumps(self)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
+    def from_bytes(cls, data: Bytes) -> Manifest:
         """Raises ``plain.PlainError`` or ``ValueError`` when the bytes are no manifest that we can read."""
         value = json.loads(data)
         if isinstance(value, dict) and value.get("format") != FORMAT:

@@ -99,7 +99,7 @@ class Unit:
             raise ValueError(f"unit {self.name}: a bucket of {self.bucket} does not divide over {self.ranks} ranks")
         kinds = {(p.dtype, p.group, p.trainable) for p in self.parameters}
         if len(kinds) != 1:
-            raise ValueError(f"unit {self.name} mixes dtypes, groups or frozen and trainable: {sorted(map(str, kinds))}")
+            raise ValueError(f"unit {self.name} mixes dtypes, groups or trainability: {sorted(map(str, kinds))}")
 
     @property
     def dtype(self) -> str:
@@ -221,6 +221,40 @@ def build(
     return Layout(ranks, tensor, tuple(units))
 
 
+class StateBytes(NamedTuple):
+    """Bytes of model state on one rank, in closed form; padding included."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    layout: Layout, zero_stage: int, *, gradient_bytes: Optional[int] = None, moments: int = 2, whole: bool = False
+) -> StateBytes:
+    """What ``ZeroEngine.memory()`` must show for ``layout`` at a ZeRO stage, to the byte.
+
+    ``gradient_bytes`` is the item size of the accumulated gradient (default: the parameter's own);
+    ``moments`` counts the optimizer's tensors of a parameter's shape. ``whole`` says that gradients are
+    kept whole between the micro-steps (``reduce_every: step``), which stages 2 and 3 pay with memory.
+    Frozen parameters have neither gradient nor optimizer state. On one rank nothing is partitioned.
+    """
+    sharded = layout.ranks > 1
+    parameters = gradients = optimizer = 0
+    for unit in layout.units:
+        item = ITEM_BYTES[unit.dtype]
+        parameters += item * (unit.shard_numel if sharded and zero_stage >= 3 else unit.padded)
+        if unit.trainable:
+            whole_gradient = not sharded or zero_stage < 2 or whole
+            gradients += (gradient_bytes or item) * (unit.padded if whole_gradient else unit.shard_numel)
+            optimizer += moments * item * (unit.shard_numel if sharded and zero_stage >= 1 else unit.padded)
+    return StateBytes(parameters, gradients, optimizer)
+
+
 class Copy(NamedTuple):
     """``numel`` elements from ``source_offset`` of the shard of (``source_rank``, ``source_unit``) in the
     old layout to ``offset`` of ``unit`` in this rank's new shard."""
@@ -258,13 +292,13 @@ def reshard(old: Layout, new: Layout, rank: int) -> List[Copy]:
         for piece in unit.pieces(rank):
             rows = held[piece.parameter.name]
             at = piece.start
-            row = bisect_right(rows, (at, float("inf"), 0, 0, 0)) - 1
+            next_row = bisect_right([r[0] for r in rows], at) - 1
             while at < piece.stop:
-                start, stop, source, source_unit, offset = rows[row]
+                start, stop, source, source_unit, offset = rows[next_row]
                 end = min(stop, piece.stop)
                 target = piece.offset + at - piece.start
                 copies.append(Copy(source, source_unit, offset + at - start, index, target, end - at))
-                at, row = end, row + 1
+                at, next_row = end, next_row + 1
     return copies
 
 
@@ -276,6 +310,8 @@ def check_same_parameters(old: Layout, new: Layout) -> None:
             raise ValueError(f"parameter {name} is not in the checkpoint")
         if other.shape != parameter.shape:
             raise ValueError(f"parameter {name}: shape {other.shape} in the checkpoint, {parameter.shape} in the model")
+        if other.dtype != parameter.dtype:
+            raise ValueError(f"parameter {name}: {other.dtype} in the checkpoint, {parameter.dtype} in the model")
     for name in old.by_name:
         if name not in new.by_name:
             raise ValueError(f"parameter {name} of the checkpoint is not in the model")

@@ -43,6 +43,7 @@ class Zero:
     stage: int
     bucket_bytes: int = 25_000_000
     gradient_dtype: str = "fp32"
+    reduce_every: Optional[str] = None  # micro_step | step; None: step at stages 0 and 1, micro_step at 2 and 3
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,232 @@
+"""Saving and loading a partitioned state: a shard a rank, then a manifest that makes it a checkpoint.
+
+What a rank owns is saved once, whatever the stage: the same shards come out of stages 0 to 3. A load
+computes from the manifest's partition which bytes of which shards make up its own, at any number of
+ranks, and reads no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..contract.errors import UsageError, VerificationFailed
+from ..contract.folder import CheckpointFolder, step_of
+from ..contract.manifest import FORMAT, Manifest, ShardFile
+from ..contract.partition import Copy, reshard
+from ..contract.plain import PlainError, from_plain, to_plain, write_atomically
+from . import shardfile
+from .comm import barrier, gather_bytes
+
+if TYPE_CHECKING:
+    from .zero import ZeroEngine
+
+PARAMETERS = "parameters"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a manifest says beyond the engine's own state, and who writes it."""
+
+    run: str = ""
+    attempt: int = 0
+    samples: int = 0
+    global_batch: int = 0
+    seed: int = 0
+    node: str = ""
+    writes_manifest: bool | None = None  # None: rank 0, on a shared filesystem
+    model: dict[str, Any] | None = None
+    data_state: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+@torch.no_grad()
+def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
+    """Writes ``folder/step-N`` by all ranks together; returns it once its manifest is there.
+
+    A checkpoint of this step that is whole already is left as it is.
+    """
+    target = step_folder(folder, step)
+    target.mkdir(parents=True, exist_ok=True)
+    comm = engine.comm
+    rank = comm.rank
+    entries = _entries(engine)
+    shard = shardfile.write(
+        Path(CheckpointFolder(PurePosixPath(target)).shard(rank)),
+        entries,
+        rank=rank,
+        node=about.node or socket.gethostname(),
+    )
+    row = json.dumps({"shard": to_plain(shard), "time": time.time()}).encode()
+    rows = [json.loads(r) for r in gather_bytes(comm, row, "checkpoint digests", engine.device)]
+    if rank == 0 if about.writes_manifest is None else about.writes_manifest:
+        manifest = Manifest(
+            format=FORMAT,
+            run=about.run,
+            attempt=about.attempt,
+            step=step,
+            samples=about.samples,
+            global_batch=about.global_batch,
+            seed=about.seed,
+            layout=engine.layout,
+            shards=tuple(from_plain(ShardFile, r["shard"]) for r in rows),
+            scalars={"optimizer_updates": engine.optimizer.updates},
+            buffers=tuple(name for name, _ in _buffers(engine.model)),
+            model=about.model,
+            data_state=about.data_state,
+            extra=about.extra or None,
+            written_at=rows[0]["time"],
+        )
+        write_atomically(target / "manifest.json", manifest.to_bytes(), durable=True)
+    barrier(comm, "checkpoint written", engine.device)
+    return target
+
+
+def _entries(engine: ZeroEngine) -> list[shardfile.Entry]:
+    entries = []
+    for flat in engine.units:
+        numel = (flat.unit.shard_numel,)
+        entries.append(shardfile.Entry(f"{flat.unit.name}/{PARAMETERS}", tuple(flat.own_parameters()), numel))
+        for index, name in enumerate(engine.optimizer.MOMENTS if flat.moments else ()):
+            entries.append(shardfile.Entry(f"{flat.unit.name}/{name}", tuple(flat.own_moments(index)), numel))
+    if engine.comm.rank == 0:
+        for name, buffer in _buffers(engine.model):
+            entries.append(shardfile.Entry(f"buffer/{name}", (buffer,), tuple(buffer.shape)))
+    return entries
+
+
+def _buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that a state dict would hold."""
+    persistent = set(model.state_dict(keep_vars=True))
+    return [(name, b) for name, b in model.named_buffers() if name in persistent]
+
+
+# --- loading --------------------------------------------------------------------------------------------
+
+
+def newest(folder: Path) -> int | None:
+    """The step of the newest checkpoint below ``folder`` that has a manifest."""
+    if not folder.is_dir():
+        return None
+    steps = [step_of(p.name) for p in folder.iterdir() if (p / "manifest.json").is_file()]
+    return max((s for s in steps if s is not None), default=None)
+
+
+def read_manifest(folder: Path, step: int | None) -> tuple[Path, Manifest, bytes]:
+    """The checkpoint's folder, manifest, and the manifest's bytes."""
+    if (folder / "manifest.json").is_file():
+        target = folder
+    else:
+        chosen = newest(folder) if step is None else step
+        if chosen is None:
+            raise UsageError(f"{folder} holds no whole checkpoint", hint="a checkpoint is whole once it has a manifest")
+        target = step_folder(folder, chosen)
+    try:
+        data = (target / "manifest.json").read_bytes()
+        return target, Manifest.from_bytes(data), data
+    except FileNotFoundError as error:
+        raise UsageError(f"{target} has no manifest, so it is no checkpoint") from error
+    except (PlainError, ValueError) as error:
+        raise VerificationFailed(f"{target / 'manifest.json'} cannot be read: {error}") from error
+
+
+@torch.no_grad()
+def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
+    """Fills the engine's state from a checkpoint of any world size and stage; every rank calls it.
+
+    Raises :class:`VerificationFailed` naming rank, file and block when bytes are not what the manifest
+    says, :class:`UsageError` when the model is another.
+    """
+    target, manifest, data = read_manifest(folder, step)
+    digests = gather_bytes(engine.comm, hashlib.sha256(data).digest(), "comparing manifests", engine.device)
+    if len(set(digests)) > 1:
+        other = next(i for i, d in enumerate(digests) if d != digests[0])
+        raise VerificationFailed(f"rank {other} reads another manifest in {target} than rank 0")
+    _read_shards(engine, target, manifest)
+    engine.optimizer.updates = int(manifest.scalars.get("optimizer_updates", 0))
+    if engine.stage.shards_optimizer and not engine.stage.shards_parameters:
+        for flat in engine.units:
+            flat.gather_updated()
+        for flat in engine.units:
+            flat.wait()
+    if engine.gathering is not None:
+        engine.gathering.release_all()
+    barrier(engine.comm, "checkpoint loaded", engine.device)
+    return manifest
+
+
+def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
+    """Reads file by file, in rising order of bytes."""
+    old = manifest.layout
+    comm = engine.comm
+    held = [comm.rank] if engine.stage.shards_optimizer else list(range(comm.size))
+    wanted: dict[int, list[tuple[str, int, Tensor]]] = {}
+    for rank in held:
+        try:
+            copies = reshard(old, engine.layout, rank)
+        except ValueError as error:
+            raise UsageError(f"{target}: {error}", hint="the checkpoint is of another model") from error
+        for copy in copies:
+            flat = engine.units[copy.unit]
+            name = old.units[copy.source_unit].name
+            kinds = [(PARAMETERS, flat.parameters_of(rank))]
+            if flat.moments:
+                kinds += [(m, flat.moments_of(i, rank)) for i, m in enumerate(engine.optimizer.MOMENTS)]
+            for kind, runs in kinds:
+                for offset, tensor in _slices(runs, copy):
+                    wanted.setdefault(copy.source_rank, []).append((f"{name}/{kind}", offset, tensor))
+    shards = {s.rank: s for s in manifest.shards}
+    buffers = dict(_buffers(engine.model))
+    for rank in sorted({*wanted, *([0] if buffers else [])}):
+        if rank not in shards:
+            raise VerificationFailed(f"{target}: the manifest names no shard of rank {rank}")
+        with shardfile.Reader(target, shards[rank]) as reader:
+            rows = [(reader.offset(n) + at * t.element_size(), t) for n, at, t in wanted.get(rank, [])]
+            for start, tensor in sorted(rows, key=lambda row: row[0]):
+                reader.into(start, tensor)
+            if rank == 0:
+                for name, buffer in buffers.items():
+                    if name not in manifest.buffers:
+                        raise UsageError(f"{target}: buffer {name} is not in the checkpoint")
+                    reader.into(reader.offset(f"buffer/{name}"), buffer)
+
+
+def _slices(runs: Sequence[Tensor], copy: Copy) -> Iterator[tuple[int, Tensor]]:
+    """The elements of ``copy`` among ``runs`` (a shard in pieces): (source offset, target)."""
+    begin = 0
+    for run in runs:
+        start, stop = max(copy.offset, begin), min(copy.offset + copy.numel, begin + run.numel())
+        if start < stop:
+            yield copy.source_offset + start - copy.offset, run[start - begin : stop - begin]
+        begin += run.numel()
+
+
+def prune(folder: Path, keep: int) -> list[int]:
+    """Deletes all but the newest ``keep`` whole checkpoints below ``folder``; returns their steps.
+
+    A checkpoint loses its manifest first, so that an interrupted deletion leaves none that looks whole.
+    """
+    steps = sorted(
+        s for s in (step_of(p.name) for p in folder.iterdir() if (p / "manifest.json").is_file()) if s is not None
+    )
+    gone = steps[: max(0, len(steps) - keep)]
+    for step in gone:
+        old = step_folder(folder, step)
+        (old / "manifest.json").unlink(missing_ok=True)
+        for file in sorted(old.iterdir()):
+            file.unlink(missing_ok=True)
+        old.rmdir()
+    return gone

@@ -1,0 +1,71 @@
+"""What a :class:`ZeroEngine` is made from: the part of a train config that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Union
+
+from ..contract.errors import UsageError
+from ..contract.plain import PlainError, from_plain
+from ..contract.train import AdamW, TrainConfig, Zero
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """``accumulation`` micro-steps make a step; ``nonfinite`` gradients stop the run or skip the step."""
+
+    zero: Zero
+    optimizer: AdamW
+    accumulation: int = 1
+    precision: str = "fp32"
+    nonfinite: str = "stop"  # stop | skip
+    prefetch: int = 1  # units gathered ahead of use at stage 3
+
+    def __post_init__(self) -> None:
+        if self.zero.stage not in (0, 1, 2, 3):
+            raise UsageError(f"zero.stage is {self.zero.stage}; accepted are 0, 1, 2 and 3")
+        if self.precision != "fp32":
+            raise UsageError(f"precision {self.precision} is not built yet", hint="use precision: fp32")
+        if self.zero.gradient_dtype != "fp32":
+            raise UsageError(f"zero.gradient_dtype {self.zero.gradient_dtype} is not built yet", hint="use fp32")
+        if self.zero.reduce_every not in (None, "micro_step", "step"):
+            raise UsageError(f"zero.reduce_every is {self.zero.reduce_every!r}; accepted are micro_step and step")
+        if self.zero.bucket_bytes < 1:
+            raise UsageError(f"zero.bucket is {self.zero.bucket_bytes} bytes; at least one is needed")
+        if self.accumulation < 1:
+            raise UsageError(f"accumulation is {self.accumulation}; at least 1 is needed")
+        if self.nonfinite not in ("stop", "skip"):
+            raise UsageError(f"nonfinite is {self.nonfinite!r}; accepted are stop and skip")
+
+    @property
+    def reduces_every_micro_step(self) -> bool:
+        chosen = self.zero.reduce_every or ("step" if self.zero.stage < 2 else "micro_step")
+        return chosen == "micro_step"
+
+    @classmethod
+    def of(cls, config: ConfigLike) -> EngineConfig:
+        """From an EngineConfig, a TrainConfig, or a mapping of an EngineConfig's keys::
+
+        {"zero": {"stage": 2}, "optimizer": {"lr": 3e-4, "clip": 1.0}, "accumulation": 4}
+        """
+        if isinstance(config, EngineConfig):
+            return config
+        if isinstance(config, TrainConfig):
+            if config.tensor != 1:
+                raise UsageError(f"parallel.tensor: {config.tensor} is not built yet", hint="use tensor: 1")
+            return cls(config.zero, config.optimizer, config.batch.accumulation, config.precision)
+        plain = dict(config)
+        optimizer = plain.get("optimizer")
+        if isinstance(optimizer, Mapping) and "betas" in optimizer:
+            plain["optimizer"] = {**optimizer, "betas": list(optimizer["betas"])}
+        try:
+            return from_plain(cls, plain, "config")
+        except PlainError as error:
+            raise UsageError(str(error)) from error
+
+    def with_stage(self, stage: int) -> EngineConfig:
+        return replace(self, zero=replace(self.zero, stage=stage))
+
+
+ConfigLike = Union[EngineConfig, TrainConfig, Mapping[str, Any]]

@@ -1,0 +1,228 @@
+"""A unit's storages on one rank: what of it is held whole, and what as a shard.
+
+============  =====================================  ==========================================
+``full``      parameters, flat and padded            stages 0–2 always; stage 3 while gathered
+``shard``     this rank's parameters                 stage 3 only
+``gradient``  accumulated gradient                   whole at stages 0 and 1, a shard at 2 and 3
+``moments``   the optimizer's tensors                whole at stage 0, a shard at 1 to 3
+============  =====================================  ==========================================
+
+The module's parameters are lasting views of ``full``: they are made once. Releasing a unit shrinks the
+storage below them to nothing and gathering grows it again, so whatever autograd saved stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..contract.errors import UsageError
+from ..contract.partition import Part, Unit
+from .comm import Comm, Pending
+
+
+class Stage(NamedTuple):
+    """A ZeRO stage as data: what of a unit is partitioned over the ranks."""
+
+    shards_optimizer: bool
+    shards_gradients: bool
+    shards_parameters: bool
+
+
+STAGES = (
+    Stage(False, False, False),
+    Stage(True, False, False),
+    Stage(True, True, False),
+    Stage(True, True, True),
+)
+
+
+class Run(NamedTuple):
+    """A contiguous run of elements that the optimizer updates; equal lengths, no copies."""
+
+    parameter: Tensor
+    gradient: Tensor
+    moments: tuple[Tensor, ...]
+    group: int
+
+
+class FlatUnit:
+    """One unit of the partition on this rank; see the module's table."""
+
+    def __init__(
+        self, unit: Unit, tensors: Sequence[nn.Parameter], stage: Stage, comm: Comm, *, whole_gradient: bool
+    ) -> None:
+        self.unit = unit
+        self.tensors = list(tensors)
+        self.comm = comm
+        self.stage = stage
+        self.parts: tuple[Part, ...] = tuple(unit.parts(comm.rank))
+        self.gathered = True
+        self._arriving: list[Pending] = []
+        device, dtype = tensors[0].device, tensors[0].dtype
+        self.full = torch.empty(unit.padded, dtype=dtype, device=device)
+        self._nbytes = self.full.untyped_storage().nbytes()
+        with torch.no_grad():
+            for placed, tensor in zip(unit.placed, tensors):  # noqa: B905 (Python 3.9 on the nodes)
+                view = self.full[placed.start : placed.stop].view(placed.parameter.shape)
+                view.copy_(tensor)
+                tensor.data = view
+            self.full[unit.numel :].zero_()
+        self.shard: Tensor | None = None
+        if stage.shards_parameters:
+            self.shard = torch.empty(unit.shard_numel, dtype=dtype, device=device)
+            self._own_to_shard()
+        self.gradient: Tensor | None = None
+        if unit.trainable:
+            width = unit.padded if whole_gradient else unit.shard_numel
+            self.gradient = torch.zeros(width, dtype=dtype, device=device)
+        self.whole_gradient = whole_gradient
+        self.moments: tuple[Tensor, ...] = ()
+
+    # --- parameters ----------------------------------------------------------------------------------
+
+    def _own_to_shard(self) -> None:
+        assert self.shard is not None
+        for part in self.parts:
+            width = part.stop - part.start
+            self.shard[part.offset : part.offset + width].copy_(self.full[part.start : part.stop])
+
+    def own_parameters(self) -> list[Tensor]:
+        """This rank's shard of the parameters, as runs in shard order."""
+        return self.parameters_of(self.comm.rank)
+
+    def parameters_of(self, rank: int) -> list[Tensor]:
+        """The shard of ``rank``, as runs in shard order; another rank's only where it is held here."""
+        if self.shard is not None:
+            return [self.shard]
+        return [self.full[part.start : part.stop] for part in self.unit.parts(rank)]
+
+    def gather(self) -> None:
+        """Starts to fill ``full`` from all ranks' shards (stage 3), unless it is there or on its way."""
+        if self.gathered or self._arriving or self.shard is None:
+            return
+        self.full.untyped_storage().resize_(self._nbytes)
+        for index, part in enumerate(self.parts):
+            width = part.stop - part.start
+            self.full[part.start : part.stop].copy_(self.shard[part.offset : part.offset + width])
+            self._arriving.append(self._gather_bucket(index))
+
+    def gather_updated(self) -> None:
+        """Starts to fill ``full`` from the parts that each rank has just updated in place (stages 1, 2)."""
+        for index in range(len(self.unit.buckets)):
+            self._arriving.append(self._gather_bucket(index))
+
+    def _gather_bucket(self, index: int) -> Pending:
+        start, stop = self.unit.bucket_range(index)
+        return self.comm.gather(self.full[start:stop], f"gather of unit {self.unit.name}, bucket {index}")
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._arriving)
+
+    def wait(self) -> None:
+        """Returns when ``full`` is filled."""
+        for pending in self._arriving:
+            pending.wait()
+        if self._arriving:
+            self._arriving = []
+            self.gathered = True
+
+    def release(self) -> None:
+        """Gives back the storage of ``full`` (stage 3); what the parameters hold is gone with it."""
+        if self.shard is None or not (self.gathered or self._arriving):
+            return
+        self.wait()  # a message still writes into it
+        storage = self.full.untyped_storage()
+        if not storage.resizable():
+            raise UsageError(
+                f"unit {self.unit.name} cannot be released: something outside holds its memory (an array of numpy?)",
+                hint="copy what you want to keep: tensor.clone()",
+            )
+        self.gathered = False
+        storage.resize_(0)
+
+    # --- gradients and optimizer ---------------------------------------------------------------------
+
+    def own_gradients(self) -> list[Tensor]:
+        """This rank's shard of the summed gradient, as runs in shard order."""
+        if self.gradient is None:
+            return []
+        if self.whole_gradient:
+            return [self.gradient[part.start : part.stop] for part in self.parts]
+        return [self.gradient]
+
+    def gradient_of_part(self, index: int) -> Tensor:
+        """Where the sum of bucket ``index`` goes: this rank's part of it."""
+        assert self.gradient is not None
+        part = self.parts[index]
+        if self.whole_gradient:
+            return self.gradient[part.start : part.stop]
+        return self.gradient[part.offset : part.offset + part.stop - part.start]
+
+    def make_moments(self, count: int) -> None:
+        """Allocates the optimizer's tensors, zero, for what this rank updates."""
+        if self.unit.trainable:
+            width = self.unit.shard_numel if self.stage.shards_optimizer else self.unit.padded
+            self.moments = tuple(
+                torch.zeros(width, dtype=self.full.dtype, device=self.full.device) for _ in range(count)
+            )
+
+    def own_moments(self, index: int) -> list[Tensor]:
+        """This rank's shard of moment ``index``, as runs in shard order."""
+        return self.moments_of(index, self.comm.rank)
+
+    def moments_of(self, index: int, rank: int) -> list[Tensor]:
+        moment = self.moments[index]
+        if self.stage.shards_optimizer:
+            return [moment]
+        return [moment[part.start : part.stop] for part in self.unit.parts(rank)]
+
+    def runs(self) -> list[Run]:
+        """What this rank's optimizer updates: everything at stage 0, else its shard."""
+        if self.gradient is None:
+            return []
+        group = self.unit.group
+        if not self.stage.shards_optimizer:
+            return [Run(self.full, self.gradient, self.moments, group)]
+        if self.shard is not None and not self.whole_gradient:
+            return [Run(self.shard, self.gradient, self.moments, group)]
+        runs = []
+        for index, part in enumerate(self.parts):
+            at, width = part.offset, part.stop - part.start
+            own = self.shard[at : at + width] if self.shard is not None else self.full[part.start : part.stop]
+            moments = tuple(m[at : at + width] for m in self.moments)
+            runs.append(Run(own, self.gradient_of_part(index), moments, group))
+        return runs
+
+    def _of_parameter(self, index: int) -> list[tuple[Part, int, int]]:
+        """Where this rank's updates touch parameter ``index``: (part, flat start, flat stop)."""
+        placed = self.unit.placed[index]
+        if not self.stage.shards_optimizer:
+            return [(Part(0, self.unit.padded, 0), placed.start, placed.stop)]
+        spans = [(p, max(p.start, placed.start), min(p.stop, placed.stop)) for p in self.parts]
+        return [span for span in spans if span[1] < span[2]]
+
+    def state_of(self, index: int) -> list[Tensor]:
+        """Views of everything that the optimizer writes for parameter ``index`` on this rank."""
+        found: list[Tensor] = []
+        for part, start, stop in self._of_parameter(index):
+            at, width = part.offset + start - part.start, stop - start
+            own = self.full[start:stop] if self.shard is None else self.shard[at : at + width]
+            found += [own, *(m[at : at + width] for m in self.moments)]
+        return found
+
+    def own_gradient_pieces(self) -> list[tuple[Tensor, str]]:
+        """This rank's shard of the summed gradient, parameter by parameter."""
+        if self.gradient is None:
+            return []
+        flat_start = {p.parameter.name: p.start for p in self.unit.placed}
+        found = []
+        for piece in self.unit.pieces(self.comm.rank):
+            width = piece.stop - piece.start
+            at = flat_start[piece.parameter.name] + piece.start if self.whole_gradient else piece.offset
+            found.append((self.gradient[at : at + width], piece.parameter.name))
+        return found

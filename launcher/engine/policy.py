@@ -1,0 +1,80 @@
+"""What the loop asks of an engine: six verbs. ZeRO is one that answers; others stand beside it later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..contract.errors import UsageError
+from ..contract.manifest import Manifest
+from ..contract.train import TrainConfig
+from . import checkpoint
+from .comm import Comm
+from .zero import StepInfo, ZeroEngine
+
+
+class Policy(Protocol):
+    """One way to train a model on a group of ranks. ``lr`` is set by the loop before each step."""
+
+    model: nn.Module
+    comm: Comm
+    device: torch.device
+    lr: float
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def step(self) -> StepInfo: ...
+
+    def save(self, folder: Path, step: int, about: checkpoint.About) -> None: ...
+
+    def load(self, folder: Path, step: int) -> Manifest: ...
+
+    def memory(self) -> Mapping[str, int]: ...
+
+    def parameters(self) -> int:
+        """Ψ: elements of all parameters, tied ones once."""
+
+
+class ZeroPolicy:
+    """Our engine."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        self.engine = ZeroEngine(model, config)
+        self.model = model
+        self.comm = self.engine.comm
+        self.device = self.engine.device
+        self.backward = self.engine.backward
+        self.step = self.engine.step
+        self.memory = self.engine.memory
+
+    @property
+    def lr(self) -> float:
+        return self.engine.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.engine.lr = value
+
+    def save(self, folder: Path, step: int, about: checkpoint.About) -> None:
+        checkpoint.save(self.engine, folder, step, about)
+
+    def load(self, folder: Path, step: int) -> Manifest:
+        return checkpoint.load(self.engine, folder, step)
+
+    def parameters(self) -> int:
+        return self.engine.layout.numel
+
+
+_POLICIES: dict[str, Any] = {"zero": ZeroPolicy}
+
+
+def wrap(model: nn.Module, config: TrainConfig) -> Policy:
+    """``model`` trained by the policy that ``config`` names."""
+    if config.policy not in _POLICIES:
+        raise UsageError(f"policy {config.policy!r} is not known; known: {', '.join(_POLICIES)}")
+    policy: Policy = _POLICIES[config.policy](model, config)
+    return policy

@@ -1,0 +1,195 @@
+"""Where a job's model, loss and batches come from: the reference GPT over token files, or a user's own.
+
+A user's functions are ``module:function`` of the job's shipped code:
+
+- model ``factory(**options) -> nn.Module``;
+- ``loss(model, batch) -> scalar`` (default: ``model(*batch)`` or ``model(**batch)``, which returns a
+  scalar, an output with ``.loss``, or a mapping with ``"loss"``);
+- ``data(split, start_sample, **options) -> iterator`` of single samples of the global stream, from
+  ``start_sample`` on (``split`` is "train" or "heldout"); a rank keeps those that are its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from ..contract.errors import UsageError
+from ..contract.train import TrainConfig
+from .data import HeldOut, Samples, TokenFile, bigram_entropy
+from .gpt import GPT
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Batches(Protocol):
+    """Batches by global sample index."""
+
+    tokens_per_sample: int
+    heldout_batches: int  # held-out samples altogether
+
+    def train(self, first: int, count: int) -> Any:
+        """Samples [first, first + count) of the global stream; ``first`` never falls from call to call."""
+
+    def heldout(self, numbers: list[int]) -> Any:
+        """These held-out samples."""
+
+    def bigram(self) -> float | None:
+        """The bigram entropy of the held-out text, where that means anything."""
+
+
+class TokenBatches:
+    """(inputs, targets), each (count, seq_len), of token files."""
+
+    def __init__(self, train: Path, heldout: Path | None, *, seq_len: int, vocab: int, seed: int, tokens: int) -> None:
+        self.tokens_per_sample = seq_len
+        self._samples = Samples(TokenFile.open(train, vocab), seq_len, seed)
+        self._heldout = HeldOut(TokenFile.open(heldout, vocab), seq_len, tokens) if heldout else None
+        self.heldout_batches = self._heldout.windows if self._heldout else 0
+
+    def train(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        return self._samples.batch(first, count)
+
+    def heldout(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        assert self._heldout is not None
+        return self._heldout.batch(numbers)
+
+    def bigram(self) -> float | None:
+        return bigram_entropy(self._heldout.file) if self._heldout else None
+
+
+class FactoryBatches:
+    """Samples of a user's iterator, collated. Held-out samples are the first ones of its held-out split."""
+
+    def __init__(self, factory: Callable[..., Iterator[Any]], options: Mapping[str, Any], heldout: int) -> None:
+        self.tokens_per_sample = int(options.get("tokens_per_sample", 1))
+        self.heldout_batches = heldout
+        self._factory, self._options = factory, dict(options)
+        self._options.pop("tokens_per_sample", None)
+        self._at = -1
+        self._stream: Iterator[Any] = iter(())
+        self._held: list[Any] = []
+
+    def train(self, first: int, count: int) -> Any:
+        if self._at < 0 or first < self._at:
+            self._stream, self._at = self._factory("train", first, **self._options), first
+        for _ in range(first - self._at):
+            self._take(self._stream, "train")
+        samples = [self._take(self._stream, "train") for _ in range(count)]
+        self._at = first + count
+        return default_collate(samples)
+
+    def heldout(self, numbers: list[int]) -> Any:
+        if not self._held:
+            stream = self._factory("heldout", 0, **self._options)
+            self._held = [self._take(stream, "heldout") for _ in range(self.heldout_batches)]
+        return default_collate([self._held[n] for n in numbers])
+
+    def bigram(self) -> float | None:
+        return None
+
+    @staticmethod
+    def _take(stream: Iterator[Any], split: str) -> Any:
+        try:
+            return next(stream)
+        except StopIteration:
+            raise UsageError(
+                f"the data factory's {split} stream ended", hint="an iterator for training goes on for ever"
+            ) from None
+
+
+def resolve(name: str, what: str) -> Callable[..., Any]:
+    """The object that ``module:function`` names in the shipped code."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UsageError(f"{what} is {name!r}; expected module:function")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise UsageError(f"{what}: no module {error.name!r} in the shipped code or the cluster's Python") from error
+        raise
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{what}: module {module} has no {attribute!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{what}: {name} is no function")
+    called: Callable[..., Any] = found
+    return called
+
+
+def make_model(config: TrainConfig) -> nn.Module:
+    """The model, from a generator seeded by the job: the same on every rank."""
+    torch.manual_seed(config.seed)
+    if config.gpt is not None:
+        try:
+            return GPT(config.gpt)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    assert config.factory is not None
+    model = resolve(config.factory.factory, "model.factory")(**config.factory.options)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model.factory {config.factory.factory} returned {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def make_loss(config: TrainConfig) -> Loss:
+    if config.factory is not None and config.factory.loss:
+        return resolve(config.factory.loss, "model.loss")
+    return default_loss
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The scalar that the model makes of a batch: itself, its ``.loss`` or its ``["loss"]``."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        out = model(*batch)
+    else:
+        out = model(batch)
+    loss = out["loss"] if isinstance(out, Mapping) and "loss" in out else getattr(out, "loss", out)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(
+            "the model's output is no scalar and has no .loss", hint="give model.loss: module:function(model, batch)"
+        )
+    return loss.reshape(())
+
+
+def make_batches(config: TrainConfig, run_dir: Path) -> Batches:
+    """Where the job's samples come from. ``text`` has been written to RUN/data before."""
+    data = config.data
+    held = config.evaluate.tokens if config.evaluate else 65536
+    if data.factory:
+        return FactoryBatches(resolve(data.factory, "data.factory"), data.options, held if config.evaluate else 0)
+    seq_len, vocab = data.options.get("seq_len"), data.options.get("vocab", 256)
+    if config.gpt is not None:
+        seq_len, vocab = config.gpt.seq_len, config.gpt.vocab
+    if not isinstance(seq_len, int) or not isinstance(vocab, int):
+        raise UsageError("a factory model over token files needs data.options.seq_len (and vocab, default 256)")
+    if data.text:
+        train, heldout = run_dir / "data" / "train.bin", run_dir / "data" / "heldout.bin"
+    else:
+        assert data.tokens is not None
+        train = run_dir / "code" / data.tokens
+        heldout = run_dir / "code" / data.heldout if data.heldout else None  # type: ignore[assignment]
+    return TokenBatches(train, heldout, seq_len=seq_len, vocab=vocab, seed=config.seed, tokens=held)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(to_device(v, device) for v in batch)
+    return batch

@@ -1,0 +1,179 @@
+"""From a module to a partition: which parameters form a unit, in which order, tied to what.
+
+A unit is what ZeRO stage 3 gathers together. By default each child of an outermost ``nn.ModuleList`` or
+``nn.Sequential`` is one (a transformer's blocks); the parameters between them, in module order, form
+further units (embeddings before, the last norm after) that stay gathered from forward to backward.
+A parameter that two units share (a tied weight) belongs to a unit of its own kind, kept likewise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..contract import partition
+from ..contract.errors import UsageError
+from ..contract.partition import Layout, Parameter
+from ..contract.plain import to_plain
+from .comm import Comm, gather_bytes
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a group of parameters trains with; ``lr_scale`` multiplies the engine's learning rate."""
+
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass
+class Model:
+    """A module seen as a partition."""
+
+    layout: Layout
+    tensors: dict[str, nn.Parameter]
+    """By the name under which the layout knows it: the first of tied names."""
+    modules: list[nn.Module | None]
+    """Of each unit of the layout: the module whose forward uses it, or None for a kept one."""
+    groups: list[Group]
+
+
+def describe(
+    module: nn.Module, *, ranks: int, bucket_bytes: int, groups: Sequence[Mapping[str, Any]] | None = None
+) -> Model:
+    """The partition of ``module`` over ``ranks``; ``groups`` as ``ZeroEngine`` takes them.
+
+    Raises :class:`UsageError` for a parameter in two groups, or a group entry that is no parameter.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    if not names:
+        raise UsageError("the model has no parameters")
+    group_of, settings = _groups(groups, tensors, names)
+    homes = {prefix: child for prefix, child in _blocks(module)}
+    named: list[tuple[str, list[Parameter], nn.Module | None]] = []
+    run: str | None = None
+    for key, aliases in names.items():
+        tensor = tensors[key]
+        owners = {_home(alias, homes) for alias in aliases}
+        home = owners.pop() if len(owners) == 1 else None
+        parameter = Parameter(
+            name=aliases[0],
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            trainable=tensor.requires_grad,
+            group=group_of.get(key, 0),
+            tied=tuple(aliases[1:]),
+        )
+        unit = home if home is not None else run or _run_name(aliases[0], named)
+        run = unit if home is None else None
+        if named and named[-1][0] == unit:
+            named[-1][1].append(parameter)
+        else:
+            previous = [entry for entry in named if entry[0] == unit]
+            if previous:
+                previous[0][1].append(parameter)
+            else:
+                named.append((unit, [parameter], homes.get(home) if home is not None else None))
+    layout = partition.build([(n, p) for n, p, _ in named], ranks=ranks, bucket_bytes=bucket_bytes)
+    by_unit = {name: owner for name, _, owner in named}
+    modules = [by_unit[unit.name.split("#")[0]] for unit in layout.units]
+    return Model(layout, {aliases[0]: tensors[key] for key, aliases in names.items()}, modules, settings)
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The children of outermost lists of modules, with their names, that hold parameters."""
+    found: list[tuple[str, nn.Module]] = []
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        for name, child in module.named_children():
+            if next(child.parameters(), None) is not None:
+                found.append((f"{prefix}{name}", child))
+        return found
+    for name, child in module.named_children():
+        found += _blocks(child, f"{prefix}{name}.")
+    return found
+
+
+def _home(name: str, homes: Mapping[str, nn.Module]) -> str | None:
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        prefix = ".".join(parts[:length])
+        if prefix in homes:
+            return prefix
+    return None
+
+
+def _run_name(parameter: str, named: Sequence[tuple[str, list[Parameter], nn.Module | None]]) -> str:
+    """A name for a run of parameters outside blocks: its first module's, made unlike the others'."""
+    base = parameter.rsplit(".", 1)[0] if "." in parameter else parameter
+    taken = {name for name, _, _ in named}
+    name, count = base, 2
+    while name in taken:
+        name, count = f"{base}-{count}", count + 1
+    return name
+
+
+def _groups(
+    groups: Sequence[Mapping[str, Any]] | None, tensors: Mapping[int, nn.Parameter], names: Mapping[int, list[str]]
+) -> tuple[dict[int, int], list[Group]]:
+    if not groups:
+        return {}, [Group()]
+    by_name = {alias: key for key, aliases in names.items() for alias in aliases}
+    group_of: dict[int, int] = {}
+    settings = [Group()]
+    for entry in groups:
+        unknown = sorted(set(entry) - {"params", "lr_scale", "weight_decay"})
+        if unknown or "params" not in entry:
+            raise UsageError(
+                f"a parameter group has the key {unknown[0]!r}" if unknown else "a parameter group has no 'params'",
+                hint="a group is {params: names or tensors, lr_scale: 1.0, weight_decay: …}",
+            )
+        settings.append(Group(float(entry.get("lr_scale", 1.0)), entry.get("weight_decay")))
+        for item in entry["params"]:
+            key = by_name.get(item) if isinstance(item, str) else id(item)
+            if key is None or key not in tensors:
+                raise UsageError(f"a parameter group names {item!r:.80}, which is no parameter of the model")
+            if key in group_of:
+                raise UsageError(f"parameter {names[key][0]} is in two groups")
+            group_of[key] = len(settings) - 1
+    return group_of, settings
+
+
+def agree(comm: Comm, layout: Layout, device: torch.device) -> None:
+    """Compares every rank's layout; raises :class:`UsageError` on all of them that names a difference."""
+    text = json.dumps(to_plain(layout), sort_keys=True).encode()
+    digests = gather_bytes(comm, hashlib.sha256(text).digest(), "comparing models", device)
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(t) for t in gather_bytes(comm, text, "comparing models", device)]
+    other = next(i for i, d in enumerate(digests) if d != digests[0])
+    raise UsageError(
+        f"rank {other} has another model than rank 0: {_difference(everyone[0], everyone[other])}",
+        hint="every rank must build the same model; check what depends on the rank or on chance",
+    )
+
+
+def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    first = [(u["name"], p) for u in ours["units"] for p in u["parameters"]]
+    second = [(u["name"], p) for u in theirs["units"] for p in u["parameters"]]
+    for index in range(max(len(first), len(second))):
+        if index >= len(first):
+            return f"parameter {second[index][1]['name']} is only there"
+        if index >= len(second):
+            return f"parameter {first[index][1]['name']} is missing there"
+        if first[index] != second[index]:
+            (unit, a), (other_unit, b) = first[index], second[index]
+            keys = [k for k in a if a[k] != b[k]]
+            if not keys:
+                return f"parameter {a['name']} is in unit {other_unit}, not {unit}"
+            return f"parameter {index}: {keys[0]} is {b[keys[0]]!r} there, {a[keys[0]]!r} on rank 0 ({a['name']})"
+    return "the bucket size or the number of ranks"

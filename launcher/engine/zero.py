@@ -1,0 +1,267 @@
+"""ZeRO: data parallelism whose model state is partitioned over the ranks instead of copied.
+
+A step, in phases (``stage`` says what is partitioned, see ``flat.Stage``)::
+
+    forward    stage 3 gathers each unit before use and releases it after            Ψ elements
+    backward   stage 3 gathers again; gradients leave autograd one by one, fill
+               buckets, and each full bucket is summed to the ranks that own it      Ψ (stage 3: 2Ψ)
+    step       global norm, clipping, AdamW on what this rank owns
+               stages 1 and 2 gather the updated parameters; stage 0 has gathered
+               the gradients instead                                                 Ψ (stages 0–2)
+
+Losses are means over a micro-batch; they are divided by micro-steps × ranks once, in :meth:`step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..contract import partition
+from ..contract.errors import JobFailed, UsageError
+from . import checkpoint
+from .comm import Alone, Comm, connect
+from .config import ConfigLike, EngineConfig
+from .flat import STAGES, FlatUnit
+from .gathering import Gathering
+from .norm import NormPlan
+from .optim import FlatAdamW
+from .reduce import GradientFlow
+from .units import agree, describe
+
+
+class NonFinite(JobFailed):
+    """A gradient or loss that is NaN or infinite; names the parameter and the rank."""
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """``grad_norm`` before clipping; ``skipped`` when the update was left out (non-finite gradients)."""
+
+    grad_norm: float
+    skipped: bool = False
+
+
+class ZeroEngine:
+    """Trains ``model`` with its state partitioned over the ranks of ``group``.
+
+    ``config`` is an :class:`EngineConfig`, a ``TrainConfig`` or a mapping. ``groups`` gives parameters
+    (names or tensors) settings of their own: ``[{"params": […], "weight_decay": 0.0, "lr_scale": 0.1}]``.
+    ``comm`` replaces the way to communicate, for tests. The model's parameters become views of flat
+    buffers and must not be replaced; their ``.grad`` stays None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ConfigLike,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        comm: Comm | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.model = model
+        self.config = EngineConfig.of(config)
+        self.comm = comm or (connect(group) if dist.is_available() and dist.is_initialized() else Alone())
+        described = describe(model, ranks=self.comm.size, bucket_bytes=self.config.zero.bucket_bytes, groups=groups)
+        self.layout = described.layout
+        self.device = next(iter(described.tensors.values())).device
+        agree(self.comm, self.layout, self.device)
+        self._synchronise(described.tensors)
+        # On one rank nothing is partitioned, whatever the stage: the whole is the shard.
+        alone = self.comm.size == 1
+        self.stage = STAGES[0 if alone else self.config.zero.stage]
+        every_micro_step = self.config.reduces_every_micro_step and not alone
+        whole = not (self.stage.shards_gradients and every_micro_step)
+        self.units: list[FlatUnit] = []
+        for unit in self.layout.units:
+            tensors = [described.tensors[p.name] for p in unit.parameters]
+            self.units.append(FlatUnit(unit, tensors, self.stage, self.comm, whole_gradient=whole))
+            if self.stage.shards_parameters:
+                self.units[-1].release()
+        self.gathering: Gathering | None = None
+        if self.stage.shards_parameters:
+            self.gathering = Gathering(model, self.units, described.modules, prefetch=self.config.prefetch)
+        for flat in self.units:
+            flat.make_moments(len(FlatAdamW.MOMENTS))
+        self.optimizer = FlatAdamW([r for u in self.units for r in u.runs()], self.config.optimizer, described.groups)
+        self.flow = GradientFlow(self.units, self.comm, every_micro_step=every_micro_step)
+        self.norm = NormPlan(self.units, self.comm)
+        self.lr = self.config.optimizer.lr
+        self.micro_step = 0
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(self._hook(number, index))  # type: ignore[no-untyped-call]
+            for number, flat in enumerate(self.units)
+            if flat.unit.trainable
+            for index, tensor in enumerate(flat.tensors)
+        ]
+
+    def _synchronise(self, tensors: Mapping[str, nn.Parameter]) -> None:
+        """Rank 0's parameters and buffers are everyone's."""
+        if self.comm.size > 1:
+            with torch.no_grad():
+                for tensor in tensors.values():
+                    self.comm.broadcast(tensor.data, 0, "first parameters")
+                self._synchronise_buffers("first buffers")
+
+    def _synchronise_buffers(self, what: str) -> None:
+        if self.comm.size > 1:
+            for buffer in self.model.buffers():
+                self.comm.broadcast(buffer, 0, what)
+
+    def _hook(self, number: int, index: int) -> Any:
+        def arrived(tensor: Tensor) -> None:
+            gradient, tensor.grad = tensor.grad, None
+            assert gradient is not None
+            self.flow.arrived(number, index, gradient)
+            if self.gathering is not None:
+                self.gathering.arrived(number)
+
+        return arrived
+
+    # --- a step ----------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of one micro-batch's mean loss; the ``accumulation``-th call completes a step."""
+        if self.micro_step == self.config.accumulation:
+            raise UsageError(
+                f"backward was called {self.micro_step + 1} times, but accumulation is {self.config.accumulation}",
+                hint="call step() after every accumulation-th backward",
+            )
+        self.micro_step += 1
+        self.flow.begin(first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)
+        if self.gathering is not None:
+            self.gathering.begin_backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            self.flow.finish()
+        if self.gathering is not None:
+            self.gathering.end_backward()
+
+    @torch.no_grad()
+    def step(self) -> StepInfo:
+        """Clips, updates what this rank owns, and gives every rank the updated parameters.
+
+        Raises :class:`UsageError` off the accumulation boundary, :class:`NonFinite` when gradients are
+        not finite and the policy is to stop.
+        """
+        if self.micro_step != self.config.accumulation:
+            raise UsageError(
+                f"step was called after {self.micro_step} of {self.config.accumulation} micro-steps",
+                hint="a step needs one backward per micro-step",
+            )
+        self.micro_step = 0
+        scale = 1.0 / (self.config.accumulation * self.comm.size)
+        norm = math.sqrt(self.norm.sum_of_squares()) * scale
+        if not math.isfinite(norm):
+            if self.config.nonfinite == "skip":
+                return StepInfo(norm, skipped=True)
+            raise NonFinite(self._name_nonfinite(norm))
+        clip = self.config.optimizer.clip
+        factor = scale if clip is None else scale * min(1.0, clip / (norm + 1e-6))
+        with self._unused_left_alone():
+            self.optimizer.step(self.lr, factor)
+        if self.stage.shards_optimizer and not self.stage.shards_parameters:
+            for flat in self.units:
+                if flat.unit.trainable:
+                    flat.gather_updated()
+            for flat in self.units:
+                flat.wait()
+        self._synchronise_buffers("buffers")
+        return StepInfo(norm)
+
+    @contextmanager
+    def _unused_left_alone(self) -> Iterator[None]:
+        """A parameter that no rank used in this step is not updated at all, as in an undistributed run."""
+        total = sum(len(u.unit.placed) for u in self.units if u.unit.trainable)
+        flags = torch.zeros(total, dtype=torch.uint8, device=self.device)
+        names = [(n, i) for n, u in enumerate(self.units) if u.unit.trainable for i in range(len(u.unit.placed))]
+        missing = [at for at, key in enumerate(names) if key not in self.flow.touched]
+        # Whether any rank lacks anything is agreed first: that is one byte in the usual case.
+        lacking = torch.tensor([len(missing) > 0], dtype=torch.uint8, device=self.device)
+        if not bool(self.comm.gather_small(lacking, "unused parameters").any()):
+            yield
+            return
+        flags += 1
+        flags[missing] = 0
+        used = self.comm.gather_small(flags, "unused parameters").amax(0)
+        kept: list[tuple[Tensor, Tensor]] = []
+        for at, (number, index) in enumerate(names):
+            if not used[at]:
+                kept += [(t, t.clone()) for t in self.units[number].state_of(index)]
+        yield
+        for tensor, before in kept:
+            tensor.copy_(before)
+
+    def _name_nonfinite(self, norm: float) -> str:
+        """The first parameter whose summed gradient is not finite, and the rank that holds it."""
+        found = len(self.layout.by_name)
+        names = list(self.layout.by_name)
+        for flat in self.units:
+            for tensor, name in flat.own_gradient_pieces():
+                if not bool(torch.isfinite(tensor).all()):
+                    found = min(found, names.index(name))
+        everyone = self.comm.gather_small(torch.tensor([found], device=self.device), "non-finite gradients")[:, 0]
+        first = int(everyone.min())
+        rank = int((everyone == first).nonzero()[0])
+        where = f"parameter {names[first]}, shard of rank {rank}" if first < len(names) else "unknown"
+        return f"the gradient is not finite (norm {norm}): {where}"
+
+    # --- looking at it -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, every parameter is whole on every rank; changes made to them are not kept at stage 3."""
+        if self.gathering is None:
+            yield
+            return
+        self.gathering.pinned += 1
+        try:
+            self.gathering.gather_all()
+            yield
+        finally:
+            self.gathering.pinned -= 1
+            self.gathering.release_all()
+
+    def memory(self) -> dict[str, int]:
+        """Live bytes by kind, summed over the storages that exist now: parameters, gradients, optimizer,
+        gathered (whole parameters at stage 3), buckets."""
+        parameters = [t for u in self.units for t in ([u.full] if u.shard is None else [u.shard])]
+        gathered = [u.full for u in self.units if u.shard is not None]
+        gradients = [u.gradient for u in self.units if u.gradient is not None]
+        return {
+            "parameters": _storage_bytes(parameters),
+            "gradients": _storage_bytes(gradients),
+            "optimizer": _storage_bytes([m for u in self.units for m in u.moments]),
+            "gathered": _storage_bytes(gathered),
+            "buckets": _storage_bytes(self.flow.storages()),
+        }
+
+    def state_bytes(self) -> partition.StateBytes:
+        """What ``memory()`` must show, in closed form."""
+        whole = bool(self.units) and all(u.whole_gradient for u in self.units)
+        return partition.state_bytes(self.layout, self.config.zero.stage, whole=whole)
+
+    # --- checkpoints ---------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, step: int, extra: Mapping[str, Any] | None = None) -> Path:
+        """Writes ``folder/step-N``: this rank's shard, then, once all are durable, the manifest."""
+        return checkpoint.save(self, Path(folder), step, checkpoint.About(extra=dict(extra or {})))
+
+    def load(self, folder: str | Path, step: int | None = None) -> tuple[int, dict[str, Any]]:
+        """Reads the newest whole checkpoint below ``folder`` (or that of ``step``); returns (step, extra)."""
+        manifest = checkpoint.load(self, Path(folder), step)
+        return manifest.step, manifest.extra or {}
+
+
+def _storage_bytes(tensors: Sequence[Tensor]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
