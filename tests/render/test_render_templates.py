@@ -138,3 +138,15 @@ def test_a_wheel_in_a_fresh_environment_renders(tmp_path: Path) -> None:
         [str(python), "-c", probe], cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=60
     )
     assert done.stdout == script(*load("slurm", "slurm-site"))
+
+
+def test_the_readme_names_every_value_and_filter(tmp_path: Path) -> None:
+    readme = (ROOT / "templates/README.md").read_text(encoding="utf-8")
+    folder = _template(tmp_path, "#!/bin/sh\n{{ nonesuch }}\n")
+    _template(tmp_path, "#!/bin/sh\n{{ nonesuch }}\n", "ssh/start.sh.j2")
+    for case in (("slurm", "slurm-site"), ("ssh", "ssh-lab")):
+        with pytest.raises(UsageError) as caught:
+            script(*load(*case), templates=folder)
+        assert caught.value.hint is not None
+        for name in caught.value.hint.removeprefix("templates know: ").split(", "):
+            assert f"`{name}`" in readme, name
