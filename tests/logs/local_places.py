@@ -195,4 +195,3 @@ class Log:
                 file.write(f"{offset} {time}\n".encode())
         with self.path.open("ab") as file:
             file.write(data)
-

@@ -1,0 +1,26 @@
+"""Checkpoints on the launcher's side: which are whole, proving their bytes, bringing them home, staging them.
+
+Reads manifests and raw shards; never unpickles, never needs torch.
+"""
+
+from .collect import Collected, collect
+from .found import Candidate, candidates, choose, explain, local_steps, newest_whole
+from .stage import needed_shards, relayout, stage
+from .verify import Report, ShardProblem, verify
+
+__all__ = [
+    "Candidate",
+    "Collected",
+    "Report",
+    "ShardProblem",
+    "candidates",
+    "choose",
+    "collect",
+    "explain",
+    "local_steps",
+    "needed_shards",
+    "newest_whole",
+    "relayout",
+    "stage",
+    "verify",
+]

@@ -1,0 +1,124 @@
+"""Which checkpoints a run has, and which of them are whole: the answers of all places, joined.
+
+Without a shared filesystem each node keeps its own ranks' shards, and a checkpoint is whole only when
+every shard that its manifest names lies somewhere in its full size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..agent.state import checkpoints_here
+from ..contract.errors import UsageError, VerificationFailed
+
+HOME = "home"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One checkpoint. ``attempt`` wrote it (0: not known); ``where`` names the nodes that wrote shards of it;
+    ``problem`` is empty when it is whole, which says nothing yet about its bytes."""
+
+    step: int
+    whole: bool
+    problem: str = ""
+    bytes: int = 0
+    attempt: int = 0
+    ranks: int = 0
+    where: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        return f"step {self.step}: {'whole' if self.whole else self.problem}"
+
+
+def candidates(about: Sequence[Mapping[str, Any]], home: Path | None = None) -> list[Candidate]:
+    """Every checkpoint, oldest first. ``about``: each place's answer about this run (the ``state`` verb's
+    ``runs[D]``); ``home``: the run's folder here, whose shards count too when nodes have left."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for answer in about:
+        for checkpoint in answer.get("checkpoints", ()):
+            by_step.setdefault(int(checkpoint["step"]), []).append(checkpoint)
+    for checkpoint in checkpoints_here(str(home)) if home is not None and by_step else ():
+        if checkpoint["step"] in by_step:
+            by_step[checkpoint["step"]].append(checkpoint)
+    return [_join(step, by_step[step]) for step in sorted(by_step)]
+
+
+def _join(step: int, parts: Sequence[Mapping[str, Any]]) -> Candidate:
+    with_manifest = [p for p in parts if p.get("shards") is not None]
+    if not with_manifest:
+        problems = [str(p["problem"]) for p in parts if p.get("problem")]
+        bytes_there = sum(int(p["bytes"]) for p in parts)
+        return Candidate(step, False, problems[0] if problems else "no manifest", bytes_there)
+    # An attempt that was resumed from before may have written the same step again: its word is the newer.
+    newest = max(with_manifest, key=lambda p: int(p.get("attempt", 0)))
+    shards, attempt = newest["shards"], int(newest.get("attempt", 0))
+    mine = [p for p in parts if p.get("shards") in (None, shards) and (not p["attempt"] or p["attempt"] == attempt)]
+    wrong = []
+    for rank, node, size in shards:
+        found = [p["sizes"][str(rank)] for p in mine if str(rank) in p["sizes"]]
+        if size in found:
+            continue
+        if found:
+            wrong.append(f"rank {rank}'s shard on {node} has {found[0]} bytes of {size}")
+        else:
+            wrong.append(f"rank {rank}'s shard is missing on {node}")
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return Candidate(
+        step=step,
+        whole=not wrong,
+        problem="; ".join(wrong[:3]) + more,
+        bytes=sum(int(size) for _, _, size in shards),
+        attempt=attempt,
+        ranks=len(shards),
+        where=tuple(dict.fromkeys(str(node) for _, node, _ in shards)),
+    )
+
+
+def newest_whole(found: Sequence[Candidate]) -> Candidate | None:
+    return max((c for c in found if c.whole), key=lambda c: c.step, default=None)
+
+
+def choose(found: Sequence[Candidate], step: int | None = None) -> Candidate:
+    """The checkpoint to go on from: the one of ``step``, or the newest whole one.
+
+    UsageError when there is none, VerificationFailed when the one that was asked for is not whole.
+    """
+    have = ", ".join(str(c.step) for c in found if c.whole) or "none"
+    if step is not None:
+        named = next((c for c in found if c.step == step), None)
+        if named is None:
+            raise UsageError(f"there is no checkpoint of step {step}", hint=f"whole ones: {have}")
+        if not named.whole:
+            raise VerificationFailed(f"the checkpoint is not whole: {named.sentence()}", hint=f"whole ones: {have}")
+        return named
+    newest = newest_whole(found)
+    if newest is not None:
+        return newest
+    if not found:
+        raise UsageError("there is no checkpoint yet", hint="submit the job again; nothing of it can be resumed")
+    looked = "; ".join(c.sentence() for c in reversed(found))
+    raise VerificationFailed(f"no checkpoint is whole: {looked}", hint="submit the job again")
+
+
+def explain(found: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
+    """What was looked at, newest first, which was taken and why: a line each."""
+    lines = []
+    for candidate in sorted(found, key=lambda c: -c.step):
+        if chosen is not None and candidate.step < chosen.step:
+            break
+        if chosen is not None and candidate.step == chosen.step:
+            lines.append(f"{candidate.sentence()}, taken")
+        elif candidate.whole and chosen is not None:
+            lines.append(f"{candidate.sentence()}, but step {chosen.step} was asked for")
+        else:
+            lines.append(candidate.sentence())
+    return lines
+
+
+def local_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a run's folder here, oldest first: those that have a manifest."""
+    return [int(c["step"]) for c in checkpoints_here(str(folder)) if c["manifest"]]

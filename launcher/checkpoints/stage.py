@@ -1,0 +1,227 @@
+"""Staging: bringing the shards that a resumed attempt's nodes need to nodes that lack them.
+
+Only for clusters without a shared filesystem, where a node keeps what its own ranks wrote. Shards go from
+home, or by way of home from the node that has them; the manifest goes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..contract.errors import NoSpace, PartialAnswer, Unreachable, UsageError, VerificationFailed, ZerunError
+from ..contract.folder import RunFolder
+from ..contract.launch import LaunchSpec
+from ..contract.manifest import Manifest, ShardFile
+from ..contract.partition import ITEM_BYTES, Layout, build, reshard
+from ..contract.topology import Topology
+from .found import Candidate
+from .moving import (
+    SPARE_BYTES,
+    Asked,
+    Meter,
+    ask_all,
+    assign,
+    check_space,
+    checked_files,
+    fetch_shards,
+    in_parallel,
+    lacking,
+    name_of,
+    raise_worst,
+    run_dir,
+    size,
+    step_folder,
+    total,
+)
+from .verify import read_manifest
+
+if TYPE_CHECKING:
+    from ..backends.protocol import Backend, Place
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A node of the new attempt, what of the checkpoint it has, and what it lacks."""
+
+    place: Place
+    lacks: tuple[ShardFile, ...]
+
+
+def relayout(old: Layout, ranks: int, bucket_bytes: int | None = None) -> Layout:
+    """The same units over another number of data-parallel ranks (bucket sizes as they were unless told)."""
+    if bucket_bytes is None:
+        bucket_bytes = max((u.bucket * ITEM_BYTES[u.dtype] for u in old.units), default=1)
+    return build([(u.name, u.parameters) for u in old.units], ranks=ranks, bucket_bytes=bucket_bytes, tensor=old.tensor)
+
+
+def needed_shards(old: Layout, new: Layout, ranks: Sequence[int], *, stage: int = 3, buffers: bool = False) -> set[int]:
+    """The ranks whose shards (of ``old``) the ``ranks`` (of ``new``) read. Without partitioned optimizer
+    state (stage 0) every rank reads all; buffers lie in rank 0's."""
+    if stage == 0:
+        return set(range(old.ranks * old.tensor))
+    needed = {0} if buffers else set()
+    for rank in ranks:
+        data_rank, tensor_rank = divmod(rank, new.tensor)
+        if old == new:
+            sources = {data_rank}
+        else:
+            sources = {copy.source_rank for copy in reshard(old, new, data_rank)}
+        needed |= {source * old.tensor + tensor_rank for source in sources}
+    return needed
+
+
+def stage(
+    backend: Backend, run: str, home: Path, chosen: Candidate, launch: LaunchSpec, notice: Callable[[str], None]
+) -> str | None:
+    """Makes ``chosen`` whole for every node of ``launch``; a sentence says what was moved, None: nothing.
+
+    Bytes are counted before anything moves: NoSpace names who has no room. VerificationFailed when a shard
+    is nowhere any more; PartialAnswer when it may be on a node that does not answer.
+    """
+    if launch.train is None or launch.shared:
+        return None
+    step = chosen.step
+    asked = ask_all(backend, "inventory", lambda p: {"run_dir": run_dir(p, run), "checkpoint": step})
+    held = {
+        id(place): checked_files(place, (answer.get("checkpoint") or {}).get("files"), of_checkpoint=True)
+        for place, answer in asked.answers
+    }
+    manifest, data = _manifest(asked, held, run, step, home, chosen.attempt)
+    targets = _targets(backend, asked, held, manifest, launch)
+    moves = [t for t in targets if t.lacks]
+    if moves:
+        _bring_home(asked, held, run, step, home, moves, notice)
+        _check_room(backend, run, moves)
+        notice(f"step {step}: " + "; ".join(_told(t) for t in moves))
+        _push(run, step, home, moves)
+    wrote = _put_manifest(targets, run, step, data)
+    if not moves and not wrote:
+        return None
+    told = ", ".join(f"{name_of(t.place)} ({len(t.lacks)} shards, {size(total(t.lacks))})" for t in moves)
+    return f"step {step} was staged to {told}" if told else f"the manifest of step {step} was staged"
+
+
+def _manifest(
+    asked: Asked, held: Mapping[int, Mapping[str, int]], run: str, step: int, home: Path, attempt: int
+) -> tuple[Manifest, bytes]:
+    """The manifest of the attempt that was chosen, from any place that has it, else from home."""
+    name = "manifest.json"
+    kept = home / "checkpoints" / f".staging-{step:08d}"
+    try:
+        for place, _ in asked.answers:
+            if name not in held[id(place)]:
+                continue
+            (kept / name).unlink(missing_ok=True)
+            source = str(RunFolder.at(place.runs, run).checkpoint(step).root)
+            place.transport.fetch([name], source, kept)
+            manifest = read_manifest(kept / name, step)
+            if attempt in (0, manifest.attempt):
+                return manifest, (kept / name).read_bytes()
+    finally:
+        (kept / name).unlink(missing_ok=True)
+        if kept.is_dir():
+            kept.rmdir()
+    path = step_folder(home, step) / name
+    return read_manifest(path, step), path.read_bytes()
+
+
+def _targets(
+    backend: Backend, asked: Asked, held: Mapping[int, Mapping[str, int]], manifest: Manifest, launch: LaunchSpec
+) -> list[_Target]:
+    assert launch.train is not None
+    places = {place.node: place for place in backend.places()}
+    topology = Topology(tuple(n.slots for n in launch.nodes), launch.tensor)
+    if launch.tensor != manifest.layout.tensor:
+        was = manifest.layout.tensor
+        raise UsageError(f"the checkpoint was written at tensor degree {was}; it cannot be read at {launch.tensor}")
+    zero = launch.train.zero
+    new = relayout(manifest.layout, topology.data_parallel, zero.bucket_bytes)
+    targets = []
+    for index, node in enumerate(launch.nodes):
+        place = places.get(node.name)
+        if place is None or id(place) not in held:
+            problem = asked.silent.get(node.name)
+            raise Unreachable(f"node {node.name} of the new attempt: {problem or 'no place of this name'}")
+        ranks = topology.ranks_on(index)
+        needed = needed_shards(manifest.layout, new, ranks, stage=zero.stage, buffers=bool(manifest.buffers))
+        have = held[id(place)]
+        lacks = tuple(s for s in manifest.shards if s.rank in needed and have.get(s.file) != s.bytes)
+        targets.append(_Target(place, lacks))
+    return targets
+
+
+def _bring_home(
+    asked: Asked,
+    held: Mapping[int, Mapping[str, int]],
+    run: str,
+    step: int,
+    home: Path,
+    moves: Sequence[_Target],
+    notice: Callable[[str], None],
+) -> None:
+    """What home lacks of the shards that are to go out, proven as everything that comes home is."""
+    wanted = {s.rank: s for t in moves for s in t.lacks}
+    lacks = lacking(step_folder(home, step), list(wanted.values()))
+    if not lacks:
+        return
+    holders = [(place, held[id(place)]) for place, _ in asked.answers]
+    taken, nowhere = assign(lacks, holders)
+    if nowhere:
+        shard = nowhere[0]
+        said = f"step {step}: rank {shard.rank}'s shard of {shard.node} is on no node that answers, and not at home"
+        if asked.silent:
+            raise PartialAnswer(f"{said}; {', '.join(asked.silent)} did not answer")
+        raise VerificationFailed(said, hint=f"take another step: zerun ckpt ls {run}")
+    check_space(home, total(lacks))
+    notice(f"step {step}: {len(lacks)} shards ({size(total(lacks))}) come here first")
+    meter = Meter(total(lacks), None)
+
+    def one(index: int) -> None:
+        fetch_shards(holders[index][0], run, step, taken[index], home, meter)
+
+    raise_worst(f for f in in_parallel(one, list(taken)) if isinstance(f, ZerunError))
+
+
+def _check_room(backend: Backend, run: str, moves: Sequence[_Target]) -> None:
+    def free(target: _Target) -> int | None:
+        request = {"run_dirs": [run_dir(target.place, run)], "attempt": 0}
+        answer: int | None = backend.call(target.place, "state", request).get("free_bytes")
+        return answer
+
+    found = in_parallel(free, moves)
+    raise_worst(f for f in found if isinstance(f, ZerunError))
+    for target, room in zip(moves, found, strict=True):
+        if isinstance(room, int) and total(target.lacks) + SPARE_BYTES > room:
+            raise NoSpace(f"{name_of(target.place)}: {size(total(target.lacks))} are to come, {size(room)} are free")
+
+
+def _told(target: _Target) -> str:
+    return f"{len(target.lacks)} shards ({size(total(target.lacks))}) go to {name_of(target.place)}"
+
+
+def _push(run: str, step: int, home: Path, moves: Sequence[_Target]) -> None:
+    def one(target: _Target) -> None:
+        folder = str(RunFolder.at(target.place.runs, run).checkpoint(step).root)
+        target.place.transport.push([s.file for s in target.lacks], step_folder(home, step), folder)
+
+    raise_worst(f for f in in_parallel(one, moves) if isinstance(f, ZerunError))
+
+
+def _put_manifest(targets: Sequence[_Target], run: str, step: int, data: bytes) -> bool:
+    """After the shards: a node's checkpoint exists once its manifest does. The same bytes everywhere, since
+    ranks compare them. True when a node lacked them."""
+
+    def one(target: _Target) -> bool:
+        path = str(RunFolder.at(target.place.runs, run).checkpoint(step).manifest)
+        have = target.place.transport.run(["cat", path])
+        if have.returncode == 0 and have.stdout == data:
+            return False
+        target.place.transport.put(data, path, mode=0o644)
+        return True
+
+    found = in_parallel(one, targets)
+    raise_worst(f for f in found if isinstance(f, ZerunError))
+    return any(f is True for f in found)
