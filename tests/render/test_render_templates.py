@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -105,39 +102,6 @@ def test_rendering_needs_neither_torch_nor_slurm_nor_a_network() -> None:
     probe = PROBE.format(tests=str(Path(__file__).parent))
     environment = {"PATH": "/nonexistent", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", probe], check=True, env=environment, timeout=60)
-
-
-@pytest.mark.full
-def test_a_wheel_in_a_fresh_environment_renders(tmp_path: Path) -> None:
-    """Built from a copy, installed beside the dependencies of this environment, run far from the tree."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "zerun.py", "launcher", "templates", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
-    isolation = ["--no-build-isolation"] if importlib.util.find_spec("setuptools") else []
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *isolation, ".", "-w", str(tmp_path / "wheel")]
-    subprocess.run(build, check=True, cwd=source, timeout=240)
-    (wheel,) = (tmp_path / "wheel").glob("*.whl")
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv/bin/python"
-    install = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, timeout=240)
-    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
-    import jinja2
-
-    (site / "dependencies.pth").write_text(str(Path(jinja2.__file__).parents[1]) + "\n")
-    probe = (
-        "import sys; from pathlib import Path; import launcher.render as r\n"
-        f"assert str(r.packaged_templates()).startswith({str(site)!r}), r.packaged_templates()\n"
-        f"sys.path.append({str(Path(__file__).parent)!r})\n"
-        "from render_cases import load, script\n"
-        "sys.stdout.buffer.write(script(*load('slurm', 'slurm-site')))\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(python), "-c", probe], cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=60
-    )
-    assert done.stdout == script(*load("slurm", "slurm-site"))
 
 
 def test_the_readme_names_every_value_and_filter(tmp_path: Path) -> None:
