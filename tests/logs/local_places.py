@@ -108,7 +108,7 @@ class LocalTransport:
                     self.cut_after = None
                     raise Unreachable(f"{self.name}: connection lost")
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            part = (target / name).with_name(".part")
+            part = (target / name).with_name(f".{Path(name).name}.{self.name}.part")
             shutil.copyfile(source / name, part)
             part.replace(target / name)
             copied.append(name)
