@@ -30,7 +30,7 @@ def is_checkpoint_file(name: str) -> bool:
     return bool(_SHARD.fullmatch(name))
 
 
-def verb(request: Dict[str, Any]) -> Dict[str, Any]:
+def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
     """``{run_dir, checkpoint}`` → ``{files, checkpoint, rsync, identity}``; sizes in bytes.
 
     ``checkpoint`` is ``newest`` (the newest that is whole as far as this place can tell), a step or null.

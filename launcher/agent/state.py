@@ -25,7 +25,7 @@ LINE_BYTES = 2048
 _TRACEBACK = "Traceback (most recent call last)"
 
 
-def verb(request: Dict[str, Any]) -> Dict[str, Any]:
+def state(request: Dict[str, Any]) -> Dict[str, Any]:
     """``{run_dirs, attempt}`` (null: every attempt) → ``{now, runs, free_bytes}``; see the module."""
     try:
         folders = [str(d) for d in request["run_dirs"]]

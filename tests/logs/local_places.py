@@ -28,8 +28,8 @@ sys.exit(stream(json.load(sys.stdin), sys.stdout.buffer))
 """
 _VERB = """
 import importlib, json, sys
-verb = importlib.import_module("launcher.agent." + sys.argv[1]).verb
-json.dump(verb(json.load(sys.stdin)), sys.stdout)
+verb = sys.argv[1]
+json.dump(getattr(importlib.import_module("launcher.agent." + verb), verb)(json.load(sys.stdin)), sys.stdout)
 """
 
 
