@@ -16,7 +16,8 @@ from ..contract.folder import AttemptFolder, RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.plain import PlainError, from_plain, to_plain
 from ..contract.records import Announcement, NodeRecord, ProcessId
-from . import environment, processes, rendezvous, supervise
+from . import environment, processes, rendezvous
+from .attempt import find_place, load
 from .notes import own_files
 
 _READY_S = 2.0  # for ranks to be about to start; a long setup is not waited for
@@ -33,8 +34,8 @@ def start(request: Dict[str, Any]) -> Answer:
     :class:`Refused` when this attempt already ran here and is over.
     """
     run_dir, attempt, node = str(request["run_dir"]), int(request["attempt"]), str(request["node"])
-    spec = supervise.load(run_dir, attempt)
-    node_rank, _ = supervise.find_place(spec, node, {})
+    spec = load(run_dir, attempt)
+    node_rank, _ = find_place(spec, node, {})
     folder = RunFolder(PurePosixPath(spec.run_dir)).attempt(attempt)
     meeting = request.get("rendezvous")
     found = from_plain(Announcement, meeting) if meeting is not None else None

@@ -25,7 +25,6 @@ _RESET = (
     signal.SIGQUIT,
     signal.SIGTERM,
     signal.SIGUSR1,
-    signal.SIGUSR2,
     signal.SIGPIPE,
     signal.SIGCHLD,
 )
@@ -117,6 +116,36 @@ def descendants(roots: Iterable[int], stats: Optional[List[Stat]] = None) -> Lis
     return found
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for the signal."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except OSError:
+        pass
+    return False
+
+
+def listeners(pid: int, number: int) -> List[Stat]:
+    """The process itself if it handles the signal, else the topmost of its descendants that do: a program
+    behind a wrapper, but not the helpers that it forked."""
+    stats = all_stats()
+    children: Dict[int, List[Stat]] = {}
+    for stat in stats:
+        children.setdefault(stat.parent, []).append(stat)
+    found: List[Stat] = []
+    front = [stat for stat in stats if stat.pid == pid]
+    while front:
+        stat = front.pop()
+        if not stat.dead and catches(stat.pid, number):
+            found.append(stat)
+        else:
+            front.extend(children.get(stat.pid, ()))
+    return found
+
+
 def send(stat: Stat, number: int) -> bool:
     """Signals the process if it is still the same one. False when it is gone."""
     now = read_stat(stat.pid)
@@ -188,11 +217,12 @@ def become_subreaper() -> bool:
     return result == 0
 
 
-def bind_to_parent(parent: int, ignore: Optional[int] = None) -> Callable[[], None]:
+def bind_to_parent(parent: int) -> Callable[[], None]:
     """What a child does between fork and exec: die with ``parent``, and start with default signals.
 
-    ``ignore`` is a signal that stays ignored until the program installs a handler of its own: a stop
-    signal is a request, and must not kill a rank that is still importing.
+    SIGUSR2 alone starts ignored: Slurm sends its warning to every process of a step, and that must not
+    kill a rank that has no handler, or none yet. (A shell cannot trap what it found ignored: a shell
+    script that wants to hear the warning takes another ``stop_signal``.)
     """
 
     def prepare() -> None:
@@ -201,8 +231,7 @@ def bind_to_parent(parent: int, ignore: Optional[int] = None) -> Callable[[], No
             os._exit(127)
         for number in _RESET:
             signal.signal(number, signal.SIG_DFL)
-        if ignore is not None:
-            signal.signal(ignore, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         with contextlib.suppress(ValueError, OSError):
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
 

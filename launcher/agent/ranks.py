@@ -55,6 +55,7 @@ class Rank:
     exit_code: Optional[int] = None
     signal: Optional[int] = None
     signalled: bool = False
+    warned: bool = False
 
     @property
     def ended(self) -> bool:
@@ -92,16 +93,11 @@ class Rank:
         else:
             self.exit_code = self.process.returncode = os.WEXITSTATUS(wait_status)
 
-    def tell(self, number: int, *, group: bool) -> None:
-        """Signals the rank, or with ``group`` everything in its process group. Not yet reaped, so the
-        pid is still its own."""
-        if self.ended:
-            return
+    def ask_to_end(self) -> None:
+        """SIGTERM to everything in its process group. Not yet reaped, so the pid is still its own."""
+        self.signalled = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if group:
-                os.killpg(self.process.pid, number)
-            else:
-                os.kill(self.process.pid, number)
+            os.killpg(self.process.pid, signal.SIGTERM)
 
 
 class Ranks:
@@ -151,8 +147,6 @@ class Ranks:
     def _start_one(
         self, rank: int, argv: List[str], folder: Path, own: Dict[str, str], inherited: Tuple[int, ...]
     ) -> None:
-        stop_signal = stop_signal_of(self._spec)
-        requests = (signal.SIGUSR1, signal.SIGUSR2)
         capture = Capture(self._loop, Path(self._attempt.log(rank)), Path(self._attempt.arrivals(rank)))
         try:
             process = subprocess.Popen(
@@ -164,9 +158,7 @@ class Ranks:
                 env=environment.encoded(own),
                 pass_fds=inherited,
                 start_new_session=True,
-                preexec_fn=processes.bind_to_parent(
-                    os.getpid(), ignore=stop_signal if stop_signal in requests else None
-                ),
+                preexec_fn=processes.bind_to_parent(os.getpid()),
             )
         except BaseException:
             capture.close()
@@ -183,13 +175,16 @@ class Ranks:
     def ask_to_end(self) -> None:
         """SIGTERM to every living rank's process group."""
         for rank in self.living:
-            rank.signalled = True
-            rank.tell(signal.SIGTERM, group=True)
+            rank.ask_to_end()
 
     def warn(self) -> None:
+        """The stop signal, once to every rank that listens for it. Who does not yet is asked again at the
+        next call; who never does is not killed by a request, and may look for the stop file."""
         number = stop_signal_of(self._spec)
         for rank in self.living:
-            rank.tell(number, group=False)
+            if not rank.warned:
+                for stat in processes.listeners(rank.process.pid, number):
+                    rank.warned = processes.send(stat, number) or rank.warned
 
     def close(self) -> None:
         for rank in self.all:

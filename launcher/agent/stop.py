@@ -13,7 +13,8 @@ from typing import Any, Dict, List, Optional
 from ..contract.folder import AttemptFolder, RunFolder
 from ..contract.plain import PlainError, from_plain
 from ..contract.records import ProcessId
-from . import processes, supervise
+from . import processes
+from .attempt import load
 from .processes import Stat
 
 _CLEAN_UP_S = 6.0  # an agent may need it after the grace of its ranks
@@ -26,7 +27,7 @@ def stop(request: Dict[str, Any]) -> Dict[str, Any]:
     left without one (it was killed) carries the attempt's token in its environment.
     """
     run_dir, attempt, grace_s = str(request["run_dir"]), int(request["attempt"]), float(request.get("grace_s", 10.0))
-    spec = supervise.load(run_dir, attempt)
+    spec = load(run_dir, attempt)
     folder = RunFolder(PurePosixPath(spec.run_dir)).attempt(attempt)
     before: Dict[int, Stat] = {}
     agents = _agents(folder, spec.run_dir, attempt)

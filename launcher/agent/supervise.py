@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import signal
@@ -23,14 +22,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path, PurePosixPath
-from typing import List, Mapping, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 from ..contract.errors import UsageError, ZerunError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
-from ..contract.plain import from_plain
 from ..contract.records import Announcement, Failure, ProcessId
 from . import processes, rendezvous
+from .attempt import find_place, load
 from .control import Council, Peer
 from .coordinator import Coordinator
 from .environment import Environment, Seat
@@ -204,6 +203,8 @@ class Agent:
 
     def _beat(self) -> None:
         self._loop.reap()  # in case a signal was lost
+        if self._warned and not self._stopping:
+            self._ranks.warn()
         self._write()
 
     def _write(self) -> None:
@@ -234,7 +235,7 @@ class Agent:
         self._log(f"rank {rank.rank} {how}{', as we asked' if rank.signalled else ''}")
         if not (rank.signalled or rank.ended_well):
             died_at = time.monotonic()
-            if rank.told_to_end and not self._stopping:
+            if rank.told_to_end:
                 # Under Slurm a cancel reaches ranks and agent at once: perhaps ours is still on its way.
                 self._loop.after(_ORDER_ON_ITS_WAY_S, lambda: self._judge(rank, died_at))
             else:
@@ -261,9 +262,13 @@ class Agent:
             self._reported = True
             self._council.ended()
 
-    def _cancelled(self) -> None:
+    def _excuse_ended(self) -> None:
+        """Ranks that SIGTERM ended just before we were told of the cancel: it meant them too."""
         for rank in self._ranks.all:
             rank.signalled = rank.signalled or rank.told_to_end
+
+    def _cancelled(self) -> None:
+        self._excuse_ended()
         self._ready.say(True, failed="cancelled")
         self._report(self._failure("cancelled", f"the agent on {self._me.node} was told to stop"), time.monotonic())
 
@@ -286,7 +291,7 @@ class Agent:
         if self._warned or self._stopping:
             return
         self._warned = True
-        self._log(f"warning: stop file and SIG{self._spec.stop_signal} to the ranks")
+        self._log(f"warning: stop file, and {self._spec.stop_signal} to the ranks")
         with contextlib.suppress(OSError):
             Path(self._folder.stop).touch()
         self._ranks.warn()
@@ -315,6 +320,8 @@ class Agent:
     def decided(self, failure: Failure) -> None:
         self._settled = True
         self._keeper.failure = failure
+        if failure.kind == "cancelled":
+            self._excuse_ended()
         if self._down:
             self._end()
 
@@ -386,31 +393,6 @@ class Agent:
         if failure.signal is not None:
             return 128 + failure.signal
         return failure.exit_code or 1
-
-
-def find_place(spec: LaunchSpec, node: Optional[str], environ: Mapping[str, str]) -> Tuple[int, str]:
-    """(node rank, name) of the agent: by ``--node``, or by what Slurm says to its step.
-
-    Raises :class:`UsageError` when neither names a node of the job.
-    """
-    if node is not None:
-        for index, entry in enumerate(spec.nodes):
-            if entry.name == node:
-                return index, node
-        raise UsageError(f"node {node!r} is not in this attempt", hint="launch.json names its nodes")
-    index_text = environ.get("SLURM_NODEID", "0" if len(spec.nodes) == 1 else "")
-    if not index_text.isdigit() or int(index_text) >= len(spec.nodes):
-        raise UsageError(f"no --node, and SLURM_NODEID is {index_text!r} for {len(spec.nodes)} nodes")
-    name = environ.get("SLURMD_NODENAME") or spec.nodes[int(index_text)].name or socket.gethostname().split(".")[0]
-    return int(index_text), name
-
-
-def load(run_dir: str, attempt: int) -> LaunchSpec:
-    path = Path(RunFolder(PurePosixPath(run_dir)).attempt(attempt).launch)
-    try:
-        return from_plain(LaunchSpec, json.loads(path.read_bytes()))
-    except (OSError, ValueError) as problem:
-        raise UsageError(f"{path}: {problem}") from problem
 
 
 def run(argv: List[str]) -> int:

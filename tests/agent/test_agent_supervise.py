@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -151,9 +152,48 @@ def test_the_time_limit(job: MakeJob) -> None:
     assert record.ranks[0].signal == signal.SIGTERM and record.ranks[0].stopped_by_us
 
 
+def test_the_warning_finds_a_program_behind_a_shell_but_not_its_helpers(job: MakeJob) -> None:
+    helper = WARNED.replace('print("up", flush=True)', 'print("up", flush=True); os.fork()')
+    one = job("sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, helper)
+    agent = one.agent()
+    until(lambda: one.log(0) == b"up\n")
+    agent.send_signal(signal.SIGUSR2)
+    assert agent.wait(10) == 75
+    assert one.log(0) == b"up\nsaving True\n"
+
+
+def test_a_shell_may_trap_another_stop_signal(job: MakeJob) -> None:
+    one = job("sh", "-c", "trap 'exit 75' USR1; echo up; while :; do sleep 0.1; done", stop_signal="USR1")
+    agent = one.agent()
+    until(lambda: one.log(0) == b"up\n")
+    agent.send_signal(signal.SIGUSR2)
+    assert agent.wait(10) == 75
+
+
 def test_usr2_to_the_agent_warns(job: MakeJob) -> None:
     one = job(sys.executable, "-c", WARNED)
     agent = one.agent()
     until(lambda: one.log(0) == b"up\n")
     agent.send_signal(signal.SIGUSR2)
     assert agent.wait(10) == 75
+
+
+def test_a_cancel_that_reaches_ranks_first_is_still_a_cancel(job: MakeJob) -> None:
+    """Slurm signals every process of a step, and a rank may be quicker to die than we to read."""
+    one = job("sleep", "60", nodes=TWO)
+    agent = one.agent()
+    until(lambda: one.state() == "running")
+    for rank in one.record().ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    time.sleep(0.1)
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(10) == 143
+    record = one.record()
+    assert record.failure is not None and record.failure.kind == "cancelled"
+    assert all(rank.stopped_by_us for rank in record.ranks)
+
+
+def test_sixteen_ranks_that_write_much(job: MakeJob) -> None:
+    one = job("sh", "-c", "head -c 3000000 /dev/zero", nodes=(Node("localhost", 16),))
+    assert one.run(60) == 0
+    assert [len(one.log(rank)) for rank in range(16)] == [3_000_000] * 16
