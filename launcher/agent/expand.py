@@ -1,0 +1,65 @@
+"""The verb ``expand``: ``~`` and ``$NAME`` in a path become what they are on this machine.
+
+This file is also sent to a machine as it is, and run there before anything else of ours is on it
+(``look``): so it imports nothing of ours and says its errors as ``{"error", "hint"}`` itself.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from typing import Any, Dict
+
+_NAME = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
+
+
+def expand_path(path: str) -> str:
+    """``~`` or ``~/…`` at the beginning and ``$NAME`` or ``${NAME}`` anywhere; everything else is literal.
+
+    Raises ValueError for a name that is not set here, and for a path that is not absolute in the end.
+    """
+
+    def value(match: "re.Match[str]") -> str:
+        name = match.group(1) or match.group(2)
+        found = os.environ.get(name)
+        if found is None and name in ("USER", "LOGNAME"):
+            import pwd
+
+            found = pwd.getpwuid(os.getuid()).pw_name
+        if not found:
+            raise ValueError(f"{path}: ${name} is not set there")
+        return found
+
+    whole = path
+    if path == "~" or path.startswith("~/"):
+        whole = os.path.expanduser("~") + path[1:]
+    elif path.startswith("~"):
+        raise ValueError(f"{path}: only one's own home is expanded; write the path in full")
+    whole = _NAME.sub(value, whole)
+    if not os.path.isabs(whole):
+        raise ValueError(f"{path} is {whole} there, which is no absolute path")
+    return os.path.normpath(whole)
+
+
+def expand(request: Dict[str, Any]) -> Dict[str, Any]:
+    """``{paths}`` → ``{paths}``, each expanded."""
+    return {"paths": [expand_path(str(p)) for p in request["paths"]]}
+
+
+def look(request: Dict[str, Any]) -> Dict[str, Any]:
+    """``{runs, blobs}`` → where runs lie here, which of the shipped blobs are here, and the clock."""
+    if sys.version_info < (3, 9):
+        found = ".".join(str(n) for n in sys.version_info[:3])
+        return {"error": f"agent_python is Python {found}", "hint": "name a Python of 3.9 or newer as agent_python"}
+    runs = expand_path(str(request["runs"]))
+    have = [b for b in request["blobs"] if os.path.isfile(os.path.join(runs, ".blobs", b))]
+    return {"runs": runs, "have": have, "now": time.time()}
+
+
+if __name__ == "__main__":
+    try:
+        answer = look(json.load(sys.stdin))
+    except (OSError, ValueError, KeyError) as problem:
+        answer = {"error": str(problem), "hint": None}
+    sys.stdout.write(json.dumps(answer) + "\n")

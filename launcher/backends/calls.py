@@ -1,0 +1,179 @@
+"""How a backend speaks with the agent's verbs at a place: the runtime is put there first, once."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..agent import expand
+from ..contract import errors
+from ..contract.errors import Exit, Unreachable, UsageError, ZerunError
+from ..contract.folder import RunFolder, blob
+from ..transports.protocol import Stream, Transport
+from .protocol import Submission
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_CLASSES: Mapping[int, type[ZerunError]] = {
+    Exit.USAGE: errors.UsageError,
+    Exit.DOES_NOT_FIT: errors.DoesNotFit,
+    Exit.UNREACHABLE: errors.Unreachable,
+    Exit.REFUSED: errors.Refused,
+    Exit.NO_SPACE: errors.NoSpace,
+    Exit.VERIFICATION: errors.VerificationFailed,
+    Exit.PARTIAL: errors.PartialAnswer,
+    Exit.JOB_FAILED: errors.JobFailed,
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the first question to a machine told. ``offset_s``: its clock less ours, known to ± ``error_s``."""
+
+    runs: str
+    have: frozenset[str]
+    offset_s: float
+    error_s: float
+
+
+@dataclass
+class Caller:
+    """Speaks with the machines of one cluster. ``runs`` is as the description has it, not yet expanded."""
+
+    runs: str
+    agent_python: str
+    runtime: tuple[str, bytes]  # SHA-256 and bytes of the runtime zip
+    _looks: dict[str, Look] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def runtime_name(self) -> str:
+        return f"{self.runtime[0]}.zip"
+
+    def look(self, transport: Transport, blobs: Sequence[str] = ()) -> Look:
+        """Where runs lie on that machine, and which of ``blobs`` and the runtime are there already.
+
+        Raises Unreachable, Refused, and UsageError for a path or an agent_python that does not work there.
+        """
+        argv = [self.agent_python, "-c", _source()]
+        request = {"runs": self.runs, "blobs": [self.runtime_name, *blobs]}
+        before = time.time()
+        done = transport.run(argv, stdin=json.dumps(request).encode())
+        after = time.time()
+        if done.returncode in (126, 127):
+            raise UsageError(
+                f"{transport.name}: agent_python {self.agent_python!r} is not there",
+                hint="name a Python of 3.9 or newer as agent_python in the cluster's description",
+            )
+        answer = _read(transport.name, "the first look", done.returncode, done.stdout, done.stderr)
+        if "error" in answer:
+            raise UsageError(f"{transport.name}: {answer['error']}", hint=answer.get("hint"))
+        half = (after - before) / 2
+        return Look(answer["runs"], frozenset(answer["have"]), answer["now"] - (before + after) / 2, half)
+
+    def ready(self, transport: Transport) -> str:
+        """The expanded ``runs`` of that machine, where the runtime now is. Asked once a machine."""
+        with self._guard:
+            lock = self._locks.setdefault(transport.name, threading.Lock())
+        with lock:
+            if transport.name not in self._looks:
+                look = self.look(transport)
+                self._put(transport, look, {self.runtime_name: self.runtime[1]})
+                self._looks[transport.name] = look
+            return self._looks[transport.name].runs
+
+    def put_blobs(self, transport: Transport, blobs: Mapping[str, bytes]) -> None:
+        """Sends what that machine lacks."""
+        if set(blobs) <= {self.runtime_name}:
+            self.ready(transport)
+            return
+        look = self.look(transport, list(blobs))
+        self._put(transport, look, {self.runtime_name: self.runtime[1], **blobs})
+        with self._guard:
+            self._looks[transport.name] = look
+
+    @staticmethod
+    def _put(transport: Transport, look: Look, blobs: Mapping[str, bytes]) -> None:
+        for name, data in blobs.items():
+            if name not in look.have:
+                digest, dot, suffix = name.partition(".")
+                transport.put(data, str(blob(look.runs, digest, dot + suffix)))
+
+    def argv(self, transport: Transport, verb: str) -> list[str]:
+        runs = self.ready(transport)
+        return [self.agent_python, str(blob(runs, self.runtime[0], ".zip")), verb]
+
+    def call(
+        self, transport: Transport, verb: str, request: Mapping[str, Any], *, timeout_s: float = 60.0
+    ) -> dict[str, Any]:
+        """The answer of a verb on that machine. Its error replies come as the classes of contract.errors."""
+        done = transport.run(self.argv(transport, verb), stdin=json.dumps(request).encode(), timeout_s=timeout_s)
+        answer = _read(transport.name, verb, done.returncode, done.stdout, done.stderr)
+        if done.returncode or "error" in answer:
+            kind = _CLASSES.get(done.returncode, ZerunError)
+            raise kind(f"{transport.name}: {answer.get('error')}", hint=answer.get("hint"))
+        return answer
+
+    def tail(self, transport: Transport, request: Mapping[str, Any]) -> Stream:
+        return transport.stream(self.argv(transport, "tail"), stdin=json.dumps(request).encode())
+
+
+def _source() -> str:
+    return Path(expand.__file__).read_text("utf-8")
+
+
+def _read(name: str, what: str, returncode: int, stdout: bytes, stderr: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(stdout)
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict):
+        return answer
+    said = (stderr or stdout).decode("utf-8", "replace").strip().splitlines()
+    raise ZerunError(f"{name}: {what} failed with status {returncode}: {said[-1] if said else 'it said nothing'}")
+
+
+def attempt_files(submission: Submission, runs: str) -> dict[str, Any]:
+    """The part of a ``submit`` or ``install`` request that writes an attempt's files."""
+    request: dict[str, Any] = {
+        "run_dir": str(RunFolder.at(runs, submission.run).root),
+        "attempt": submission.attempt,
+        "files": {name: base64.b64encode(data).decode("ascii") for name, data in submission.files.items()},
+        "modes": {name: 0o755 for name in submission.files if name.endswith("/script")},
+    }
+    if submission.secrets:
+        if submission.launch.secrets_file is None:
+            raise ZerunError("a submission with secrets has no file for them")
+        request["secrets"] = {"path": submission.launch.secrets_file, "values": dict(submission.secrets)}
+    return request
+
+
+def side_by_side(call: Callable[[T], R], items: Sequence[T], limit: int) -> list[tuple[T, R | None, ZerunError | None]]:
+    """``call`` of every item, at most ``limit`` at a time; the project's errors are handed back, in order."""
+
+    def one(item: T) -> tuple[T, R | None, ZerunError | None]:
+        try:
+            return item, call(item), None
+        except ZerunError as problem:
+            return item, None, problem
+
+    if len(items) <= 1:
+        return [one(item) for item in items]
+    with ThreadPoolExecutor(max(1, min(limit, len(items)))) as pool:
+        return list(pool.map(one, items))
+
+
+def first_error(results: Sequence[tuple[Any, Any, ZerunError | None]]) -> ZerunError | None:
+    """The error to raise when several failed: a refusal counts more than a machine that is silent."""
+    problems = [problem for _, _, problem in results if problem is not None]
+    grave = [p for p in problems if not isinstance(p, Unreachable)]
+    return next(iter(grave or problems), None)

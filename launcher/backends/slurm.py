@@ -1,0 +1,214 @@
+"""Slurm: one ``sbatch`` on the login side, states from squeue and sacct in one batch, ``scancel``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..contract.errors import Unreachable, UsageError
+from ..contract.folder import RunFolder
+from ..specs import nodelist
+from ..transports.open import Connector
+from ..transports.protocol import Result, Stream, Transport
+from .calls import Caller, attempt_files
+from .protocol import Finding, Handle, Place, Poll, Submission
+from .states import state_of, why_queued
+
+if TYPE_CHECKING:
+    from ..specs.models import Cluster
+
+_SEP = "\x1f"  # `|` is legal in job names and reasons
+_GONE_S = 60.0  # scancel ends steps at once; what ignores SIGTERM is killed after Slurm's KillWait
+_CLEAN = (
+    "for v in $(env | sed -n 's/^\\(\\(SLURM\\|SBATCH\\|SQUEUE\\|SACCT\\|SCANCEL\\)_[A-Z0-9_]*\\)=.*/\\1/p'); do"
+    ' [ "$v" = SLURM_CONF ] || unset "$v"; done; exec "$@"'
+)
+
+
+class SlurmBackend:
+    """Speaks with the login node (or with this machine, when zerun runs there)."""
+
+    name: Literal["slurm", "direct"] = "slurm"
+
+    def __init__(self, cluster: Cluster, runtime: tuple[str, bytes]) -> None:
+        self._cluster = cluster
+        self._connector = Connector(cluster)
+        self._caller = Caller(cluster.paths.runs, cluster.agent_python, runtime)
+
+    # --- places -----------------------------------------------------------------------------------
+
+    def places(self) -> Sequence[Place]:
+        login = self._login
+        return (Place(login, self._caller.ready(login)),)
+
+    def call(
+        self, place: Place, verb: str, request: Mapping[str, Any], *, timeout_s: float = 60.0
+    ) -> Mapping[str, Any]:
+        return self._caller.call(place.transport, verb, request, timeout_s=timeout_s)
+
+    def tail(self, place: Place, request: Mapping[str, Any]) -> Stream:
+        return self._caller.tail(place.transport, request)
+
+    @property
+    def _login(self) -> Transport:
+        return self._connector.transport()
+
+    def _slurm(self, *argv: str, timeout_s: float = 60.0) -> Result:
+        """One of Slurm's commands on the login side, deaf to SLURM_* and the like of an outer job."""
+        done = self._login.run(["/bin/sh", "-c", _CLEAN, "slurm", *argv], timeout_s=timeout_s)
+        if done.returncode in (126, 127):
+            raise UsageError(
+                f"{self._login.name}: {argv[0]} is not there", hint="is it the login node of a Slurm cluster?"
+            )
+        return done
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> Handle:
+        login = self._login
+        self._caller.put_blobs(login, submission.blobs)
+        runs = self._caller.ready(login)
+        request = attempt_files(submission, runs)
+        script = RunFolder.at(runs, submission.run).attempt(submission.attempt).script
+        request.update(name=submission.name, sbatch=["sbatch", "--parsable", str(script)])
+        answer = self._caller.call(login, "submit", request, timeout_s=150.0)
+        data = {"job": answer["job"], "name": submission.name}
+        if submission.secrets and submission.launch.secrets_file:
+            data["secrets_file"] = submission.launch.secrets_file
+        return Handle("slurm", data)
+
+    def find(self, name: str, run: str, attempt: int) -> Handle | None:
+        """Looks in the attempt's ``job`` file, in the queue, and in accounting where it is on."""
+        folder = RunFolder.at(self._caller.ready(self._login), run).attempt(attempt)
+        kept = self._login.run(["cat", str(folder.root / "job")])
+        if kept.returncode == 0 and kept.stdout.strip().isdigit():
+            return Handle("slurm", {"job": kept.stdout.decode().strip(), "name": name})
+        queued = self._slurm("squeue", "-h", "-t", "all", "-o", "%A", "--name", name)
+        if queued.returncode:
+            raise Unreachable(f"{self._login.name}: squeue: {_words(queued.stderr)}")
+        ids = [int(w) for w in queued.stdout.split() if w.isdigit()]
+        if not ids:
+            past = self._slurm("sacct", "-X", "-n", "-P", "-o", "JobIDRaw", "--name", name, "-S", "now-90days")
+            ids = [int(w) for w in past.stdout.split() if w.isdigit()] if past.returncode == 0 else []
+        return Handle("slurm", {"job": str(max(ids)), "name": name}) if ids else None
+
+    # --- watch ------------------------------------------------------------------------------------
+
+    def poll(self, handles: Sequence[Handle]) -> Sequence[Poll]:
+        jobs = [str(handle.data["job"]) for handle in handles]
+        if not jobs:
+            return []
+        try:
+            known = self._ask_squeue(jobs)
+            ask = [job for job in jobs if job not in known or known[job].state == "ended"]
+            past = self._ask_sacct(ask) if ask else {}
+        except Unreachable as problem:
+            return [Poll("unknown", why=problem.message) for _ in jobs]
+        # Slurm answered: a job that neither has is one that Slurm has forgotten.
+        return [_newer(known.get(job), past.get(job)) or Poll("absent") for job in jobs]
+
+    def _ask_squeue(self, jobs: Sequence[str]) -> dict[str, Poll]:
+        form = _SEP.join(("%A", "%T", "%S", "%N", "%r"))
+        done = self._slurm("squeue", "-h", "-t", "all", "-j", ",".join(sorted(set(jobs))), "-o", form)
+        if done.returncode:
+            if b"Invalid job id" in done.stderr:  # what it says when it knows none of them
+                return {}
+            raise Unreachable(f"{self._login.name}: squeue: {_words(done.stderr)}")
+        known = {}
+        for line in done.stdout.decode("utf-8", "replace").splitlines():
+            fields = line.split(_SEP)
+            if len(fields) == 5:
+                known[fields[0].strip()] = _from_squeue(*(f.strip() for f in fields[1:]))
+        return known
+
+    def _ask_sacct(self, jobs: Sequence[str]) -> dict[str, Poll]:
+        form = "JobIDRaw,State,ExitCode,NodeList"
+        ids = ",".join(sorted(set(jobs)))
+        done = self._slurm("sacct", "-X", "-n", "-P", f"--delimiter={_SEP}", "-o", form, "-j", ids)
+        known = {}
+        # Where accounting is off it says so and fails: then the queue is all there is.
+        for line in done.stdout.decode("utf-8", "replace").splitlines() if done.returncode == 0 else ():
+            fields = line.split(_SEP)
+            if len(fields) == 4:
+                known[fields[0]] = _from_sacct(*fields[1:])
+        return known
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def cancel(self, handle: Handle, run: str, attempt: int) -> None:
+        job = str(handle.data["job"])
+        done = self._slurm("scancel", job)
+        if done.returncode and b"Invalid job id" not in done.stderr and b"already complet" not in done.stderr.lower():
+            raise Unreachable(f"{self._login.name}: scancel {job}: {_words(done.stderr)}")
+        secrets = handle.data.get("secrets_file")
+        if secrets:
+            # A job that never started has no agent to delete them.
+            self._login.run(["rm", "-f", "--", str(secrets)])
+        end, pause = time.monotonic() + _GONE_S, 0.2
+        while True:
+            poll = self.poll([handle])[0]
+            if poll.state in ("ended", "absent"):
+                return
+            if time.monotonic() > end:
+                raise Unreachable(
+                    f"job {job} was cancelled, but is still {poll.word or poll.state} after {_GONE_S:.0f} s",
+                    hint=f"zerun status {run} says when it is gone; a node may hang",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 2.0)
+
+    # --- check ------------------------------------------------------------------------------------
+
+    def check(self) -> Sequence[Finding]:
+        from .check import check_slurm
+
+        return check_slurm(self._cluster, self._login, self._caller, self._slurm)
+
+    def close(self) -> None:
+        self._connector.close()
+
+
+def _from_squeue(word: str, starts: str, nodes: str, reason: str) -> Poll:
+    state = state_of(word)
+    if state == "queued":
+        expected = starts if starts and starts not in ("N/A", "Unknown") else None
+        return Poll("queued", word=word, why=why_queued(word, reason), starts_at=expected)
+    if state == "unknown":
+        return Poll("unknown", word=word, why=f"Slurm says {word}, which means nothing here")
+    why = "" if reason in ("", "None") or state == "running" else reason
+    return Poll(state, word=word, why=why, nodes=_nodes(nodes))
+
+
+def _from_sacct(word: str, exit_code: str, nodes: str) -> Poll:
+    state = state_of(word)
+    if state != "ended":
+        # squeue no longer has it, so this is the past: accounting has not heard of the end yet.
+        return Poll("unknown", word=word, why=f"Slurm's accounting still says {word}; the end is not written yet")
+    code, _, number = exit_code.partition(":")
+    signal = int(number) if number.isdigit() and int(number) else None
+    exit_status = int(code) if code.isdigit() and signal is None else None
+    first = word.split()[0]
+    why = f"by user {word.split()[2]}" if word.startswith("CANCELLED by ") else ""
+    return Poll("ended", word=first, why=why, exit_code=exit_status, signal=signal, nodes=_nodes(nodes))
+
+
+def _newer(queue: Poll | None, past: Poll | None) -> Poll | None:
+    """squeue is right about whether a job goes on; accounting knows more of one that ended."""
+    if queue is None or (queue.state == "ended" and past is not None and past.state == "ended"):
+        return past if past is not None else queue
+    return queue
+
+
+def _nodes(text: str) -> tuple[str, ...]:
+    if not text or text in ("None assigned", "(null)"):
+        return ()
+    try:
+        return nodelist.expand(text)
+    except ValueError:
+        return (text,)
+
+
+def _words(stderr: bytes) -> str:
+    lines = stderr.decode("utf-8", "replace").strip().splitlines()
+    return lines[0] if lines else "no answer"
