@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import options, show
 
-checkpoint_verbs = typer.Typer(help="Checkpoints: which are whole, and whether their bytes are right.")
+if TYPE_CHECKING:
+    from ..checkpoints import Collected
+
+checkpoint_verbs = typer.Typer(
+    help="Checkpoints: which are whole, and whether their bytes are right.", no_args_is_help=True
+)
 
 
 def collect_verb(
@@ -29,6 +34,68 @@ def collect_verb(
     if as_json:
         show.data_json(collected)
         return
-    for key, value in show.plain(collected).items():
-        if value not in (None, [], {}):
-            show.data(f"{key.removesuffix('_bytes')}: {show.num_bytes(value) if key.endswith('_bytes') else value}")
+    for line in _collected_lines(collected):
+        show.data(line)
+
+
+def _collected_lines(got: Collected) -> list[str]:
+    moved, here = show.count(got.moved_files, "file"), show.count(got.here_files, "file")
+    lines = [
+        f"{got.run} is at {got.folder}",
+        f"  moved       {moved}, {show.num_bytes(got.moved_bytes)}",
+        f"  were here   {here}, {show.num_bytes(got.here_bytes)}",
+    ]
+    if got.step is not None:
+        lines.append(
+            f"  checkpoint  step {got.step}, {show.count(got.verified_shards, 'shard')} verified: {got.checkpoint}"
+        )
+    if got.note:
+        lines.append(f"  note        {show.visible(got.note)}")
+    return lines
+
+
+@checkpoint_verbs.command("ls")
+def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
+    """Lists a run's checkpoints on its cluster, oldest first, and says what is wrong with those that are not whole."""
+    app = options.open_app()
+    found = app.checkpoints(app.resolve(run))
+    if as_json:
+        show.data_json(found)
+        return
+    rows = [
+        (
+            str(c.step),
+            "yes" if c.whole else "no",
+            show.num_bytes(c.bytes) if c.bytes else "-",
+            str(c.ranks or "-"),
+            str(c.attempt or "-"),
+            " ".join(c.where) or "-",
+            show.visible(c.problem),
+        )
+        for c in found
+    ]
+    show.table(("step", "whole", "size", "ranks", "attempt", "nodes", "problem"), rows, right=(0, 2, 3, 4))
+
+
+@checkpoint_verbs.command("verify")
+def checkpoint_verify(
+    run: options.Run,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="S", min=0, help="Default: the newest that is at home.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Reads a checkpoint that is at home whole and holds every block against its digest.
+
+    Exit 7 names rank, file and block of what is wrong.
+    """
+    app = options.open_app()
+    report = app.verify(app.resolve(run), step)
+    if as_json:
+        show.data_json({**show.plain(report), "ok": report.ok})
+    elif report.ok:
+        shards = show.count(report.num_shards, "shard")
+        show.data(
+            f"step {report.step}: {shards}, {show.num_bytes(report.bytes)}, every block is right: {report.folder}"
+        )
+    report.require()

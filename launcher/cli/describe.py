@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,14 +27,14 @@ def cluster_show(name: options.ClusterName = None, as_json: options.Json = False
 
     Every default is filled in, node lists are written out, bytes and seconds are numbers.
     """
+    from ..specs import describe
+
     cluster = options.open_app().cluster(name)
-    plain = options.plain_description(cluster)
-    nodes = [{k: v for k, v in options.plain_description(n).items() if v is not None} for n in cluster.node_list]
-    plain["node_list"] = nodes
+    plain: dict[str, Any] = {**describe(cluster)}
+    plain["node_list"] = [n.model_dump(mode="json", exclude_none=True) for n in cluster.node_list]
     if as_json:
         show.data_json(plain)
         return
-    plain.pop("nodes", None)
     for line in _outline(plain):
         show.data(line)
 
@@ -41,7 +42,7 @@ def cluster_show(name: options.ClusterName = None, as_json: options.Json = False
 def _outline(value: Mapping[str, Any], indent: str = "") -> list[str]:
     lines = []
     for key, item in value.items():
-        if item is None or item == {} or item == []:
+        if item is None or item in ({}, [], ""):
             continue
         if isinstance(item, dict):
             lines += [f"{indent}{key}:", *_outline(item, indent + "  ")]
@@ -59,6 +60,9 @@ def _scalar(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(_scalar(v) for v in value)
     text = str(value)
+    exact = re.fullmatch(r"(\d{4,})B(/s)?", text)
+    if exact:
+        return f"{text} ({show.num_bytes(int(exact[1]))}{exact[2] or ''})"
     return repr(text) if "\n" in text or text != text.strip() or not text else text
 
 
@@ -131,7 +135,7 @@ def plan_lines(plan: Plan) -> list[str]:
     a_node = f"{slots[0]}" if len(slots) == 1 else f"{slots[0]} to {slots[-1]}"
     lines = [
         f"job      {plan.job_name} on {plan.cluster_name} ({plan.backend})",
-        f"ranks    {ranks} = {_count(len(plan.nodes), 'node')}, {a_node} a node",
+        f"ranks    {ranks} = {show.count(len(plan.nodes), 'node')}, {a_node} a node",
     ]
     named = [n.name for n in plan.nodes if n.name]
     if named:
@@ -150,15 +154,13 @@ def plan_lines(plan: Plan) -> list[str]:
     return lines + _state_lines(plan.state, ranks) if plan.train is not None else lines
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _state_lines(state: StatePlan, ranks: int) -> list[str]:
     lines = [""]
     if state.stages:
         device = show.num_bytes(state.device_bytes) if state.device_bytes is not None else "not described"
-        lines.append(f"state memory of {state.parameters:,} parameters on {_count(ranks, 'rank')}; device: {device}")
+        lines.append(
+            f"state memory of {state.parameters:,} parameters on {show.count(ranks, 'rank')}; device: {device}"
+        )
         head = ("zero_stage", "parameters", "gradients", "optimizer", "a rank", "all ranks", "floor", "fits")
         rows = [_stage_row(s, s.zero_stage == state.chosen) for s in state.stages]
         lines += show.columns(head, rows, right=range(1, 7))

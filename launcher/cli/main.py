@@ -5,6 +5,7 @@ Only typer is imported here, so that ``zerun --help`` is there at once; each ver
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -79,9 +80,19 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         show.note("interrupted")
         return int(Exit.INTERRUPTED)
+    except SystemExit as left:
+        # typer turns a broken pipe into exit 1, which would read as "the job failed".
+        return _leave_quietly() if isinstance(left.__context__, BrokenPipeError) else _number(left.code)
     except BrokenPipeError:
         return _leave_quietly()
+    except OSError as problem:
+        show.error(str(problem))
+        return int(Exit.NO_SPACE if problem.errno in (errno.ENOSPC, errno.EDQUOT) else Exit.USAGE)
     return result if isinstance(result, int) else int(Exit.DONE)
+
+
+def _number(code: object) -> int:
+    return code if isinstance(code, int) else int(Exit.DONE if code is None else Exit.USAGE)
 
 
 def _say_usage(problem: Any) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,9 +39,3 @@ def open_app(templates: Path | None = None) -> App:
     from ..app import App
 
     return App(templates=templates)
-
-
-def plain_description(value: Any) -> Any:
-    """A typed description as JSON values: what was read, with every default filled in."""
-    dumped: Mapping[str, Any] = json.loads(value.model_dump_json(by_alias=True))
-    return dumped

@@ -40,10 +40,15 @@ def data_bytes(content: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def data_json(value: Any) -> None:
+def plain(value: Any) -> Any:
+    """Dataclasses as JSON values."""
     from ..contract.plain import to_plain
 
-    sys.stdout.write(json.dumps(to_plain(value), ensure_ascii=False, indent=1) + "\n")
+    return to_plain(value)
+
+
+def data_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(plain(value), ensure_ascii=False, indent=1) + "\n")
 
 
 def note(text: str = "") -> None:
@@ -93,6 +98,11 @@ def num_bytes(count: int | float | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB" if size < 1024 else f"{size / 1024:.1f} PiB"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
