@@ -104,24 +104,16 @@ class Data(Description):
             yield Mistake((), f"data takes exactly one of text, tokens, factory, not {what}")
         if "heldout" in given and "tokens" not in given:
             yield Mistake(("heldout",), "heldout goes with tokens", at_key=True)
-        if given.get("options") and "factory" not in given:
-            yield Mistake(("options",), "options go with factory", at_key=True)
 
 
 class Zero(Description):
     stage: Annotated[Literal[0, 1, 2, 3], choice(0, 1, 2, 3)]
     bucket: Annotated[Bytes, values.at_least(1)] = 25_000_000
-    gradient_dtype: Annotated[Literal["fp32"], choice("fp32", not_built=["bf16", "fp16"])] = "fp32"
-
-
-def _one_tensor_rank(degree: int) -> int:
-    if degree > 1:
-        raise wrong(f"tensor parallelism ({degree}) is not built yet; accepted today: 1")
-    return degree
+    gradient_dtype: Annotated[Literal["fp32", "bf16", "fp16"], choice(*PRECISIONS)] = "fp32"
 
 
 class Parallel(Description):
-    tensor: Annotated[Count, AfterValidator(_one_tensor_rank)] = 1
+    tensor: Count = 1
 
 
 def _pair(value: Any) -> Any:
@@ -256,7 +248,7 @@ class Program(Description):
 
 
 _ENGINE_KEYS = ("model", "data", "zero", "optimizer", "batch", "steps")
-_ENGINE_ONLY = (*_ENGINE_KEYS, "parallel", "precision", "evaluate", "recompute", "checkpoint", "seed")
+_ENGINE_ONLY = (*_ENGINE_KEYS, "parallel", "precision", "evaluate", "recompute", "activations", "checkpoint", "seed")
 
 
 def _slots(value: Any) -> int | Literal["all"]:
@@ -266,6 +258,16 @@ def _slots(value: Any) -> int | Literal["all"]:
     if found is None or found < 1:
         raise wrong(f"{shown(value)} is not accepted; accepted: all, or a number from 1")
     return found
+
+
+def _recompute(value: Any) -> str | tuple[int, ...]:
+    if value in ("none", "block"):
+        return str(value)
+    if isinstance(value, (list, tuple)) and value:
+        blocks = [_int(item) for item in value]
+        if len(set(blocks)) == len(blocks) and all(block is not None and block >= 0 for block in blocks):
+            return tuple(sorted(block for block in blocks if block is not None))
+    raise wrong(f"{shown(value)} is not accepted; accepted: none, block, or a list of blocks that counts from 0")
 
 
 class Job(Description):
@@ -293,7 +295,8 @@ class Job(Description):
     steps: Count | None = None
     seed: Whole = 0
     evaluate: Evaluate | None = None
-    recompute: Annotated[Literal["none"], choice("none", not_built=["block", "a list"])] = "none"
+    recompute: Annotated[Literal["none", "block"] | tuple[int, ...], BeforeValidator(_recompute)] = "none"
+    activations: Annotated[Literal["whole", "partitioned", "host"], choice("whole", "partitioned", "host")] = "whole"
     checkpoint: Checkpoint = Checkpoint()
     env: Env = Field(default_factory=lambda: values.freeze({}))
     secrets: Secrets = ()
@@ -336,9 +339,33 @@ def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
     vocab = _int(part("model").get("vocab"))
     if part("data").get("text") is not None and vocab is not None and vocab < 256:
         yield Mistake(("model", "vocab"), f"vocab {vocab} is too small: text is read as bytes, which need 256")
+    files = part("data").get("text") is not None or part("data").get("tokens") is not None
+    options = part("data").get("options")
+    if files and part("model").get("kind") is not None and options:
+        yield Mistake(("data", "options"), "options go with data.factory, or with a model of your own", True)
+    if files and part("model").get("factory") is not None and "seq_len" not in (options or {}):
+        yield Mistake(("data",), "a model of your own over token files needs data.options.seq_len (vocab: 256)", True)
+    yield from _activation_mistakes(given, part("model"), part("parallel"))
     if (
         given.get("evaluate") is not None
         and part("data").get("tokens") is not None
         and part("data").get("heldout") is None
     ):
         yield Mistake(("evaluate",), "evaluate needs data.heldout beside data.tokens", True)
+
+
+def _activation_mistakes(
+    given: Mapping[str, Any], model: Mapping[str, Any], parallel: Mapping[str, Any]
+) -> Iterator[Mistake]:
+    """What is stored for recomputation can be partitioned or moved only where something is recomputed."""
+    recompute, activations = given.get("recompute", "none"), given.get("activations", "whole")
+    layers = _int(model.get("layers"))
+    if layers is not None and isinstance(recompute, (list, tuple)):
+        for at, item in enumerate(recompute):
+            block = _int(item)
+            if block is not None and block >= layers:
+                yield Mistake(("recompute", at), f"block {block} is not there; accepted: 0 to {layers - 1}")
+    if activations in ("partitioned", "host") and recompute == "none":
+        yield Mistake(("activations",), f"activations: {activations} needs recompute: it moves what recompute stores")
+    if activations == "partitioned" and (_int(parallel.get("tensor")) or 1) == 1:
+        yield Mistake(("activations",), "activations: partitioned needs parallel.tensor above 1: its ranks share them")

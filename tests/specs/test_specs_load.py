@@ -395,3 +395,31 @@ def test_dgx2_is_what_was_asked_for() -> None:
     assert cluster.device.memory == 32510 * 2**20
     assert cluster.network.between == 10**11 and cluster.network.inside == 3 * 10**11
     assert cluster.device.computes("fp16") and not cluster.device.computes("bf16")
+
+
+def test_what_is_planned_but_not_trained_is_read() -> None:
+    """Recomputation, tensor parallelism and narrow gradients load; planning refuses them when a job starts."""
+    planned = "parallel: {tensor: 2}\nprecision: bf16\nrecompute: block\nactivations: host\n"
+    job = parse_text("job", JOB.replace("bucket: 25MB", "gradient_dtype: bf16") + planned, "f")
+    assert job.zero is not None and job.zero.gradient_dtype == "bf16"
+    assert (job.parallel.tensor, job.recompute, job.activations) == (2, "block", "host")
+    some = parse_text("job", JOB + "recompute: [7, 0]\n", "f")
+    assert some.recompute == (0, 7)
+    for kept in (job, some):
+        assert job_from_plain(json.loads(json.dumps(describe(kept)))) == kept
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("recompute: all", "'all' is not accepted; accepted: none, block, or a list of blocks that counts from 0"),
+        ("recompute: []", "a list is not accepted"),
+        ("recompute: [1, 1]", "a list is not accepted"),
+        ("recompute: [8]", "block 8 is not there; accepted: 0 to 7"),
+        ("activations: host", "activations: host needs recompute: it moves what recompute stores"),
+    ],
+)
+def test_recompute_refuses_what_it_cannot_mean(line: str, said: str) -> None:
+    with pytest.raises(DescriptionError) as caught:
+        parse_text("job", JOB + line + "\n", "f")
+    assert said in str(caught.value)
