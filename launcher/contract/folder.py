@@ -72,7 +72,7 @@ class AttemptFolder:
         return self.logs / f"rank-{rank:05d}.log"
 
     def arrivals(self, rank: int) -> PurePosixPath:
-        """When they arrived: lines of ``offset time_ns``, see agent.capture."""
+        """When they arrived: lines of ``offset seconds``, see agent.capture."""
         return self.logs / f"rank-{rank:05d}.times"
 
     def agent_log(self, node: str) -> PurePosixPath:

@@ -60,6 +60,9 @@ checkpoint: {every: 30min, keep: 3}
 """
 
 
+OWN = JOB.replace("python-stdlib}", "python-stdlib, options: {seq_len: 128}}")  # for a model of one's own
+
+
 def test_text_stays_text() -> None:
     cluster = parse_text("cluster", SLURM, "uni.yaml")
     assert (cluster.slurm.partition, cluster.slurm.account, cluster.slurm.qos) == ("NO", "0123", None)
@@ -96,7 +99,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def test_nothing_of_the_reader_is_left_in_a_model() -> None:
-    job = JOB.replace("kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256", "factory: a:b, options: {x: [y, 1]}")
+    job = OWN.replace("kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256", "factory: a:b, options: {x: [y, 1]}")
     for model in (
         parse_text("cluster", SLURM, "x"),
         parse_text("job", JOB + "slots_per_node: all\n", "x"),
@@ -152,7 +155,7 @@ def test_null_means_not_written() -> None:
 
 
 def test_options_are_read_as_yaml() -> None:
-    text = JOB.replace(
+    text = OWN.replace(
         "{kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}",
         '{factory: "my.pkg:make", loss: "my:loss", options: {size: 1b, n: 3, f: 1e-3, t: true, q: "3", no: no, l: [1, {a: null}], z: .5}}',
     )
@@ -249,7 +252,7 @@ def test_descriptions_are_frozen_all_the_way_down() -> None:
 
 
 PROGRAM = 'name: p\nprogram: {argv: [python, train.py, --lr, 1e-3, "a b"], stop_signal: SIGUSR1, stop_grace: 120s}\nsecrets: [K]\n'
-FACTORY = JOB.replace(
+FACTORY = OWN.replace(
     "{kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}", "{factory: a:b, options: {l: [1, {a: null}]}}"
 )
 JOBS = [
@@ -423,3 +426,10 @@ def test_recompute_refuses_what_it_cannot_mean(line: str, said: str) -> None:
     with pytest.raises(DescriptionError) as caught:
         parse_text("job", JOB + line + "\n", "f")
     assert said in str(caught.value)
+
+
+def test_a_model_of_ones_own_over_token_files_says_how_long_its_samples_are() -> None:
+    with pytest.raises(DescriptionError, match=r"f:6:1: a model of your own over token files needs data.options.seq_len"):
+        parse_text("job", FACTORY.replace(", options: {seq_len: 128}", ""), "f")
+    with pytest.raises(DescriptionError, match="options go with data.factory"):
+        parse_text("job", OWN, "f")
