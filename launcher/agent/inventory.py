@@ -7,27 +7,13 @@ and data are left out: code is at home already, data is made or lies elsewhere.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
 from typing import Any, Dict, List, Optional
 
 from ..contract.errors import UsageError
 from ..contract.folder import step_of
-from .state import checkpoints_here
-
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_COLLECTED = re.compile(rf"attempts/[1-9][0-9]{{0,8}}/(?:{_NAME}|(?:nodes|logs|metrics)/{_NAME})")
-_SHARD = re.compile(r"(?:rank-[0-9]{5,}\.safetensors|manifest\.json)")
-
-
-def is_collected(name: str) -> bool:
-    """Whether ``name`` is one of the files beside checkpoints that ``collect`` brings home."""
-    return bool(_COLLECTED.fullmatch(name)) and ".." not in name
-
-
-def is_checkpoint_file(name: str) -> bool:
-    return bool(_SHARD.fullmatch(name))
+from ..contract.holdings import checkpoints_here, identity, is_checkpoint_file, is_collected
 
 
 def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
@@ -49,16 +35,6 @@ def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
         "rsync": shutil.which("rsync") is not None,
         "identity": identity(run_dir),
     }
-
-
-def identity(folder: str) -> Optional[List[str]]:
-    """What only one folder in the world has: the machine's boot, the device and the inode."""
-    try:
-        found = os.stat(folder)
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return [file.read().strip(), str(found.st_dev), str(found.st_ino)]
-    except OSError:
-        return None
 
 
 def _files(run_dir: str, folder: str) -> List[Dict[str, Any]]:

@@ -6,10 +6,11 @@ arrived at that time or after, until the next line. Both files only grow; neithe
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from typing import Any, BinaryIO, Deque, Dict, NamedTuple, Optional, Tuple
+
+from ..contract.holdings import read_json
 
 CHUNK_BYTES = 65536
 
@@ -210,15 +211,6 @@ class Source:
         if self.at >= self._window_at + len(self._window):
             self._window = b""
         return data
-
-
-def read_json(path: str) -> Any:
-    """The JSON value in a file; None when it is missing or is not JSON (yet)."""
-    try:
-        with open(path, "rb") as file:
-            return json.loads(file.read())
-    except (OSError, ValueError):
-        return None
 
 
 def is_alive(process: Any, host: str) -> Optional[bool]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..agent.inventory import identity
 from ..contract.errors import PartialAnswer, UsageError, VerificationFailed, ZerunError
 from ..contract.folder import RunFolder
+from ..contract.holdings import identity
 from ..contract.manifest import Manifest, ShardFile
 from ..contract.plain import sync_folder
 from .found import Candidate, candidates, choose, newest_whole

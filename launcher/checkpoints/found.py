@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..agent.state import checkpoints_here
 from ..contract.errors import UsageError, VerificationFailed
+from ..contract.holdings import checkpoints_here
 
 HOME = "home"
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..agent.inventory import is_checkpoint_file, is_collected
 from ..contract.errors import (
     NoSpace,
     PartialAnswer,
@@ -20,6 +19,7 @@ from ..contract.errors import (
     ZerunError,
 )
 from ..contract.folder import RunFolder
+from ..contract.holdings import is_checkpoint_file, is_collected
 from ..contract.manifest import ShardFile
 from .verify import check_shard
 

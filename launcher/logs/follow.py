@@ -67,6 +67,7 @@ class _Source:
         self._positions: dict[int, int] = {}
         self._next_attempt: int | None = None
         self._checked_at = 0.0
+        self._live_at: float | None = None  # since when this connection shows lines as they come
         self.stopping = False
 
     # --- the reader's thread ----------------------------------------------------------------------
@@ -101,6 +102,7 @@ class _Source:
     def _connect(self, backend: Backend) -> ZerunError | None:
         """Reads one connection; None when the attempt is over."""
         self.started = False
+        self._live_at = None
         self.heard_at = time.monotonic()
         frames = Frames(self.name)
         try:
@@ -143,7 +145,8 @@ class _Source:
             if event == "ended":
                 return True
         now = time.monotonic()
-        if now - self._checked_at >= 0.5:
+        # A rank is silent only as far as we could hear it: what it wrote during a cut is still to come.
+        if self._live_at is not None and now - self._live_at >= FLUSH_S and now - self._checked_at >= 0.5:
             self._checked_at = now
             lines += self._flush(now - FLUSH_S)
         self._put("lines", lines, newest)
@@ -155,6 +158,8 @@ class _Source:
             self.ask = {**self.ask, "since": None, "last": None}
             for rank, offset in head["positions"].items():
                 self._positions.setdefault(int(rank), offset)
+        elif event == "live":
+            self._live_at = self.heard_at
         elif event == "truncated":
             rank = int(head["rank"])
             if rank in self._ranks:

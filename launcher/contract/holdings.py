@@ -1,0 +1,167 @@
+"""What of a run lies in a folder, told the same way by an agent on a node and by the launcher at home.
+
+Which files a run may consist of (names that come from elsewhere are held against it), which checkpoints
+are there and what is missing of them, and whether two folders are the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any, Dict, List, Optional, Set, Tuple
+
+from .folder import rank_of, step_of
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_COLLECTED = re.compile(rf"attempts/[1-9][0-9]{{0,8}}/(?:{_NAME}|(?:nodes|logs|metrics)/{_NAME})")
+_SHARD = re.compile(r"(?:rank-[0-9]{5,}\.safetensors|manifest\.json)")
+
+
+def is_collected(name: str) -> bool:
+    """Whether ``name`` is one of the files beside checkpoints that ``collect`` brings home."""
+    return bool(_COLLECTED.fullmatch(name)) and ".." not in name
+
+
+def is_checkpoint_file(name: str) -> bool:
+    return bool(_SHARD.fullmatch(name))
+
+
+def identity(folder: str) -> Optional[List[str]]:
+    """What only one folder in the world has: the machine's boot, the device and the inode."""
+    try:
+        found = os.stat(folder)
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return [file.read().strip(), str(found.st_dev), str(found.st_ino)]
+    except OSError:
+        return None
+
+
+def read_json(path: str) -> Any:
+    """The JSON value in a file; None when it is missing or is not JSON (yet)."""
+    try:
+        with open(path, "rb") as file:
+            return json.loads(file.read())
+    except (OSError, ValueError):
+        return None
+
+
+def names_in(folder: str) -> List[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def attempt_numbers(folder: str) -> List[int]:
+    names = names_in(os.path.join(folder, "attempts"))
+    return sorted(int(n) for n in names if re.fullmatch(r"[1-9][0-9]{0,8}", n))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def checkpoints_here(folder: str) -> List[Dict[str, Any]]:
+    """Every checkpoint folder of the run here, by step.
+
+    ``whole`` and ``problem`` judge what should be here; ``sizes`` (rank → bytes of its file here) and
+    ``shards`` (``[rank, node, bytes]`` as the manifest says) let the launcher judge all places together.
+    """
+    found = []
+    here = None if _is_shared(folder) else _nodes_here(folder)
+    for name in names_in(os.path.join(folder, "checkpoints")):
+        step = step_of(name)
+        if step is not None:
+            found.append(_checkpoint(os.path.join(folder, "checkpoints", name), step, here))
+    return sorted(found, key=lambda c: c["step"])
+
+
+def _is_shared(folder: str) -> bool:
+    for number in reversed(attempt_numbers(folder)):
+        launch = read_json(os.path.join(folder, "attempts", str(number), "launch.json"))
+        if isinstance(launch, dict):
+            return bool(launch.get("shared", True))
+    return True
+
+
+def _nodes_here(folder: str) -> Set[str]:
+    """The nodes whose agents wrote into this folder: on a cluster without a shared filesystem, this one."""
+    names: Set[str] = set()
+    for number in attempt_numbers(folder):
+        nodes = names_in(os.path.join(folder, "attempts", str(number), "nodes"))
+        names.update(n[: -len(".json")] for n in nodes if n.endswith(".json") and not n.startswith("."))
+    return names
+
+
+def _checkpoint(folder: str, step: int, here: Optional[Set[str]]) -> Dict[str, Any]:
+    sizes: Dict[int, int] = {}
+    has_manifest = False
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                has_manifest = has_manifest or entry.name == "manifest.json"
+                rank = rank_of(entry.name)
+                if rank is not None and entry.name == f"rank-{rank:05d}.safetensors":
+                    sizes[rank] = entry.stat().st_size
+    except OSError as problem:
+        return _about(step, sizes, None, 0, [], f"cannot be read: {problem.strerror}")
+    if not has_manifest:
+        return _about(step, sizes, None, 0, [], "no manifest: it was never finished")
+    try:
+        attempt, shards = read_shards(os.path.join(folder, "manifest.json"), step)
+    except (OSError, ValueError) as problem:
+        return _about(step, sizes, None, 0, [], f"its manifest cannot be read: {problem}")
+    wrong = []
+    for rank, node, size in shards:
+        if here is not None and node not in here:
+            continue
+        if rank not in sizes:
+            wrong.append(f"rank {rank}'s shard is missing on {node}")
+        elif sizes[rank] != size:
+            wrong.append(f"rank {rank}'s shard on {node} has {sizes[rank]} bytes of {size}")
+    return _about(step, sizes, shards, attempt, wrong, "")
+
+
+def _about(
+    step: int,
+    sizes: Dict[int, int],
+    shards: Optional[List[Tuple[int, str, int]]],
+    attempt: int,
+    wrong: List[str],
+    problem: str,
+) -> Dict[str, Any]:
+    right = {rank: size for rank, _, size in shards or ()}
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    problem = problem or "; ".join(wrong[:3]) + more
+    return {
+        "step": step,
+        "whole": shards is not None and not problem,
+        "problem": problem or None,
+        "bytes": sum(sizes.values()),
+        "shards_here": sorted(r for r in sizes if sizes[r] == right.get(r, sizes[r])),
+        "manifest": shards is not None,
+        "attempt": attempt,
+        "sizes": {str(rank): size for rank, size in sorted(sizes.items())},
+        "shards": None if shards is None else [list(shard) for shard in shards],
+    }
+
+
+def read_shards(path: str, step: int) -> Tuple[int, List[Tuple[int, str, int]]]:
+    """The attempt that wrote a manifest and its shards as (rank, node, bytes); ValueError when it is damaged.
+
+    Reads only these: a whole ``Manifest`` of a large model is much more work, and ``state`` is asked often.
+    """
+    with open(path, "rb") as file:
+        value = json.loads(file.read())
+    try:
+        if value["step"] != step:
+            raise ValueError(f"it says step {value['step']}")
+        shards = []
+        for shard in value["shards"]:
+            rank = int(shard["rank"])
+            if shard["file"] != f"rank-{rank:05d}.safetensors":
+                raise ValueError(f"it names the file {shard['file']!r} for rank {rank}")
+            shards.append((rank, str(shard["node"]), int(shard["bytes"])))
+        return int(value["attempt"]), shards
+    except (KeyError, TypeError) as problem:
+        raise ValueError(f"{type(problem).__name__}: {problem}") from problem
