@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from ..contract.errors import Exit
@@ -23,14 +24,31 @@ def follow(app: App, run: str) -> int:
 
     writer = LineWriter(sys.stderr.buffer, coloured=show.coloured(sys.stderr), at_once=True)
     try:
-        for line in app.logs(run, Selection(), follow=True, notice=show.note):
-            writer.write(line)
-        state = app.wait(run, None, show.note)
+        state = _until_it_starts(app, run)
+        if state.nodes or not state.ended:  # what ended before it ever started wrote nothing
+            for line in app.logs(run, Selection(), follow=not state.ended, notice=show.note):
+                writer.write(line)
+        state = app.wait(run)
     except KeyboardInterrupt:
         detached(run)
         return int(Exit.INTERRUPTED)
     summarise(app, state)
     return exit_code_of(state)
+
+
+def _until_it_starts(app: App, run: str) -> RunState:
+    """Says why a run is not there yet, whenever that changes; returns once it runs or has ended."""
+    told, pause = "", 0.2
+    while True:
+        state = app.status(run)
+        if state.state not in ("submitting", "queued", "unknown"):
+            return state
+        line = f"{state.state}{': ' + show.visible(state.why) if state.why else ''}"
+        if line != told:
+            show.note(line)
+            told = line
+        time.sleep(pause)
+        pause = min(1.5 * pause, 5.0)
 
 
 def detached(run: str) -> None:
@@ -73,8 +91,6 @@ def state_lines(state: RunState) -> list[str]:
 def _since(state: RunState) -> str:
     if state.since is None:
         return ""
-    import time
-
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since))
     return f" since {stamp} ({show.duration(time.time() - state.since)})"
 
@@ -107,7 +123,7 @@ def next_steps(state: RunState) -> list[str]:
     if state.state == "unknown":
         return [f"zerun status {run}  (again, when the cluster answers)", f"zerun cluster check {state.cluster}"]
     if state.state == "done":
-        return [f"zerun collect {run}"]
+        return [f"zerun collect {run}" if state.nodes != ("localhost",) else f"zerun ckpt verify {run}"]
     steps = [f"zerun logs {run}"] if state.state != "stopped" else []
     return steps + ([f"zerun resume {run}"] if state.checkpoints else [])
 
