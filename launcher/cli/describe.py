@@ -151,6 +151,7 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"steps    {plan.train.steps}, precision {plan.train.precision}")
     if plan.time_s is not None:
         lines.append(f"time     at most {show.duration(plan.time_s)}")
+    lines += [f"refused  {show.visible(words)}" for words in plan.not_built]
     return lines + _state_lines(plan.state, ranks) if plan.train is not None else lines
 
 
