@@ -287,12 +287,13 @@ def reshard(old: Layout, new: Layout, rank: int) -> List[Copy]:
                 held.setdefault(piece.parameter.name, []).append(row)
     for rows in held.values():
         rows.sort()
+    starts = {name: [row[0] for row in rows] for name, rows in held.items()}
     copies: List[Copy] = []
     for index, unit in enumerate(new.units):
         for piece in unit.pieces(rank):
             rows = held[piece.parameter.name]
             at = piece.start
-            next_row = bisect_right([r[0] for r in rows], at) - 1
+            next_row = bisect_right(starts[piece.parameter.name], at) - 1
             while at < piece.stop:
                 start, stop, source, source_unit, offset = rows[next_row]
                 end = min(stop, piece.stop)
