@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ..specs.models import Cluster
 
 _GRACE_S = 10.0
-_Agents = Mapping[str, Mapping[str, Any]]
+_Agents = Mapping[str, Mapping[str, Any]]  # ProcessId as a mapping, by node
+_Identity = tuple[int, int, str]
 
 
 class DirectBackend:
@@ -157,7 +158,7 @@ class DirectBackend:
             for node, process in self._agents(handle).items():
                 wanted.setdefault(node, []).append(process)
 
-        def living(node: str) -> frozenset[tuple[int, int]]:
+        def living(node: str) -> frozenset[_Identity]:
             if node not in self._nodes:
                 raise Unreachable(f"{node}: it is no longer in the cluster's description")
             return _living(self._at(node), wanted[node])
@@ -202,8 +203,8 @@ class DirectBackend:
         self._connector.close()
 
 
-def _living(at: Transport, processes: Sequence[Mapping[str, Any]]) -> frozenset[tuple[int, int]]:
-    """``(pid, start ticks)`` of those that live; zombies do not."""
+def _living(at: Transport, processes: Sequence[Mapping[str, Any]]) -> frozenset[_Identity]:
+    """Those of ``processes`` that live; zombies do not."""
     files = ["/proc/sys/kernel/random/boot_id", *sorted({f"/proc/{int(p['pid'])}/stat" for p in processes})]
     done = at.run(["cat", *files])  # a process that is gone only makes cat complain
     boot, _, rest = done.stdout.decode("utf-8", "replace").partition("\n")
@@ -214,7 +215,7 @@ def _living(at: Transport, processes: Sequence[Mapping[str, Any]]) -> frozenset[
         if len(fields) >= 20 and line.split(" ", 1)[0].isdigit():
             now[int(line.split(" ", 1)[0])] = (fields[0], int(fields[19]))
     return frozenset(
-        (int(p["pid"]), int(p["started_ticks"]))
+        _identity(p)
         for p in processes
         if p["boot"] in ("", boot.strip())
         and now.get(int(p["pid"]), ("X", -1))[0] not in "ZXx"
@@ -222,10 +223,14 @@ def _living(at: Transport, processes: Sequence[Mapping[str, Any]]) -> frozenset[
     )
 
 
-def _fold(agents: _Agents, answers: Mapping[str, frozenset[tuple[int, int]] | None], silent: Mapping[str, str]) -> Poll:
+def _identity(process: Mapping[str, Any]) -> _Identity:
+    return int(process["pid"]), int(process["started_ticks"]), str(process["boot"])
+
+
+def _fold(agents: _Agents, answers: Mapping[str, frozenset[_Identity] | None], silent: Mapping[str, str]) -> Poll:
     if not agents:
         return Poll("absent")
-    alive = [n for n, p in agents.items() if (int(p["pid"]), int(p["started_ticks"])) in (answers.get(n) or ())]
+    alive = [n for n, p in agents.items() if _identity(p) in (answers.get(n) or ())]
     missing = [silent[n] for n in agents if n in silent]
     why = "; ".join(missing)
     if alive:

@@ -22,7 +22,7 @@ from .hostkeys import known_keys, lookup_names
 from .protocol import Progress, Result
 from .quoting import Strip, Wire, for_sshd
 from .refusals import RefuseUnknown, Shed, in_words
-from .target import ALIVE_S, CONNECT_S, SshSettings, SshTarget, resolve
+from .target import ALIVE_S, CONNECT_S, GONE_S, SshSettings, SshTarget, resolve
 
 if TYPE_CHECKING:
     import fabric
@@ -132,8 +132,8 @@ class FabricTransport:
         raw = connection.transport.sock
         option = getattr(socket, "TCP_USER_TIMEOUT", None)
         if option is not None and isinstance(raw, socket.socket):
-            # A peer that vanished is noticed when keep-alives stay unanswered, not after the kernel's 15 minutes.
-            raw.setsockopt(socket.IPPROTO_TCP, option, 3 * ALIVE_S * 1000)
+            # A peer that vanished is noticed when bytes stay unanswered, not after the kernel's 15 minutes.
+            raw.setsockopt(socket.IPPROTO_TCP, option, GONE_S * 1000)
 
     @staticmethod
     def _drop(connection: fabric.Connection) -> None:

@@ -16,6 +16,7 @@ from ..contract.errors import Refused, Unreachable, UsageError
 
 CONNECT_S = 15
 ALIVE_S = 15
+GONE_S = 20  # bytes that stay unanswered so long mean a connection that is lost
 
 
 @dataclass(frozen=True)
