@@ -50,9 +50,14 @@ def not_built(job: Job) -> tuple[str, ...]:
     refusals = []
     if job.precision not in _BUILT_PRECISIONS:
         refusals.append(f"precision: {job.precision} is planned, but the engine trains fp32 only so far")
+    if job.zero is not None and job.zero.gradient_dtype != "fp32":
+        dtype = job.zero.gradient_dtype
+        refusals.append(f"zero.gradient_dtype: {dtype} is planned, but the engine sums in fp32 only so far")
     if job.parallel.tensor > 1:
         refusals.append(f"parallel.tensor: {job.parallel.tensor} is planned, but the engine knows degree 1 only so far")
-    recompute: str = job.recompute
-    if recompute != "none":
-        refusals.append(f"recompute: {recompute} is planned, but the engine keeps all activations so far")
+    if job.recompute != "none":
+        what = job.recompute if isinstance(job.recompute, str) else list(job.recompute)
+        refusals.append(f"recompute: {what} is planned, but the engine keeps all activations so far")
+    if job.activations != "whole":
+        refusals.append(f"activations: {job.activations} is planned, but the engine keeps them whole so far")
     return tuple(refusals)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
-from ..contract import partition, train
+from ..contract import train
 from ..contract.errors import UsageError
 from ..contract.launch import Program
+from ..contract.partition import Layout
 from ..contract.topology import Topology
 from ..specs.models import Cluster, Data, FactoryModel, GptModel, Job, Optimizer
 from . import batch as batches
-from . import options
+from . import options, shapes, verdict
+from .communication import bounds, step_traffic
 from .devices import check_precision, device_bytes, not_built
-from .memory import Elements, element_bytes, plan_state
+from .memory import PRECISION_BYTES, Elements, element_bytes, plan_state
 from .place import SlotsWish, choose_nodes
 from .plan import Plan, StatePlan
 from .reasons import CannotPlan, Reason
+from .step import Step, step_lines
 
 T = TypeVar("T")
 
@@ -31,16 +35,33 @@ def make_plan(
     """What ``job`` on ``cluster`` comes to.
 
     ``nodes`` and ``slots`` override the job's (a resume on another number of nodes); ``global_batch`` is
-    one that has to be kept, by changing accumulation. Raises CannotPlan with every reason at once. A state
-    that is above the device is no error here: it is told by ``plan.state.verdict``.
+    one that has to be kept, by changing accumulation. Raises CannotPlan with every reason at once. A step that
+    is above the device is no error here: it is told by ``plan.judgement``, with the change that would fit.
     """
+    plan = draft_plan(job, cluster, nodes=nodes, slots=slots, global_batch=global_batch)
+
+    def other(changed: Job, on: int) -> Plan:
+        return draft_plan(changed, cluster, nodes=on, slots=slots)
+
+    return replace(plan, judgement=verdict.with_changes(plan, job, cluster, other))
+
+
+def draft_plan(
+    job: Job,
+    cluster: Cluster,
+    *,
+    nodes: int | None = None,
+    slots: SlotsWish | None = None,
+    global_batch: int | None = None,
+) -> Plan:
+    """:func:`make_plan` without looking for changes that would fit."""
     wanted = job.nodes if nodes is None else nodes
     chosen, reasons = choose_nodes(cluster, wanted, job.slots_per_node if slots is None else slots)
     reasons += check_precision(job, cluster)
     reasons += _check_time(job, cluster)
     tensor = job.parallel.tensor if job.model is not None else 1
     world_size = sum(node.slots for node in chosen)
-    reasons += _check_tensor(job, tensor, world_size) if tensor > 1 and not reasons else []
+    reasons += shapes.check_tensor(job, tensor, world_size) if tensor > 1 and not reasons else []
     if reasons:
         raise CannotPlan(job.name, cluster.name, reasons)
 
@@ -48,7 +69,8 @@ def make_plan(
     config = None
     if job.model is not None:
         config = _train_config(job, cluster, topology, global_batch)
-    return Plan(
+    state = _state(job, cluster, topology)
+    plan = Plan(
         job_name=job.name,
         cluster_name=cluster.name,
         backend=cluster.backend,
@@ -56,10 +78,39 @@ def make_plan(
         topology=topology,
         train=config,
         program=Program(job.program.argv) if job.program is not None else None,
-        state=_state(job, cluster, topology),
+        state=state,
         time_s=job.time,
         global_batch=config.batch.global_batch(topology.data_parallel) if config else None,
         not_built=not_built(job),
+        judgement=verdict.judge(state, ()),
+    )
+    return _with_step(plan, job, cluster)
+
+
+def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
+    """The plan with its step, where the model's shapes are known."""
+    config, model, state = plan.train, job.model, plan.state
+    if config is None or not isinstance(model, GptModel) or state.chosen is None:
+        return plan
+    micro, topology = config.batch.micro, plan.topology
+    recomputed = shapes.recomputed_blocks(job, model.layers)
+    step = Step(
+        shapes.Shapes.of(model, micro=micro, tensor=topology.tensor, item=PRECISION_BYTES[job.precision]),
+        _layout(job, model, topology),
+        state.stages[state.chosen],
+        recomputed,
+        job.activations,
+        cluster.device.kind,
+    )
+    lines = step_lines(step)
+    traffic = step_traffic(step, topology, config.batch.accumulation)
+    flops = shapes.step_flops(model, samples=plan.global_batch or 0, recomputed=recomputed)
+    return replace(
+        plan,
+        step=lines,
+        traffic=traffic,
+        bounds=bounds(traffic, cluster, flops=flops, world_size=topology.world_size, precision=job.precision),
+        judgement=verdict.judge(state, lines),
     )
 
 
@@ -83,17 +134,6 @@ def _check_time(job: Job, cluster: Cluster) -> list[Reason]:
     return [Reason("time", f"time: {asked} was asked for, the cluster allows {most}", f"time: {most}")]
 
 
-def _check_tensor(job: Job, tensor: int, world_size: int) -> list[Reason]:
-    counts = [("ranks", world_size)]
-    if isinstance(job.model, GptModel):
-        counts += [("hidden", job.model.hidden), ("heads", job.model.heads), ("vocab", job.model.vocab)]
-    return [
-        Reason("tensor", f"parallel.tensor: {tensor} does not divide {what} {count}")
-        for what, count in counts
-        if count % tensor
-    ]
-
-
 # --- state ----------------------------------------------------------------------------------------
 
 
@@ -106,8 +146,7 @@ def _state(job: Job, cluster: Cluster, topology: Topology) -> StatePlan:
     each = element_bytes(job.precision, zero.gradient_dtype, _need(job, job.optimizer, "optimizer").kind)
     elements, parameters = None, None
     if isinstance(job.model, GptModel):
-        layout = gpt_layout(job.model, ranks=topology.data_parallel, bucket_bytes=zero.bucket)
-        elements, parameters = Elements.of_layout(layout), layout.numel
+        elements, parameters = Elements.of_layout(_layout(job, job.model, topology)), shapes.gpt_numel(job.model)
     return plan_state(
         elements,
         each,
@@ -118,10 +157,14 @@ def _state(job: Job, cluster: Cluster, topology: Topology) -> StatePlan:
     )
 
 
-def gpt_layout(model: GptModel, *, ranks: int, bucket_bytes: int) -> partition.Layout:
-    """The reference GPT's partition over ``ranks`` data-parallel ranks: what the engine builds, without torch."""
-    groups = partition.gpt_parameters(model.layers, model.hidden, model.seq_len, model.vocab)
-    return partition.build(groups, ranks=ranks, bucket_bytes=bucket_bytes)
+def _layout(job: Job, model: GptModel, topology: Topology) -> Layout:
+    return shapes.gpt_layout(
+        model,
+        ranks=topology.data_parallel,
+        bucket_bytes=_need(job, job.zero, "zero").bucket,
+        tensor=topology.tensor,
+        precision=job.precision,
+    )
 
 
 # --- what the engine reads ------------------------------------------------------------------------

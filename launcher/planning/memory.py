@@ -15,11 +15,10 @@ as contract.partition does; a plain count is divided once and replicated without
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ..contract.errors import UsageError
 from ..contract.partition import Layout
-from .plan import StageMemory, StatePlan
+from .plan import StageMemory, StatePlan, Verdict
 
 ZERO_STAGES = (0, 1, 2, 3)
 PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -50,7 +49,7 @@ def element_bytes(precision: str, gradient_dtype: str, optimizer: str = "adamw")
 
 @dataclass(frozen=True)
 class Elements:
-    """How many parameters there are.
+    """How many parameters there are, tied ones counted once.
 
     Of a layout: the units of one tensor rank, each padded when it is divided, wherever it lies (a flat
     buffer carries its padding also where it is whole). Of a plain count: all of it, as one piece that is
@@ -231,9 +230,6 @@ def plan_parameters(
     each = element_bytes(precision, gradient_dtype or precision, optimizer)
     elements = Elements.of_count(parameters, tensor=tensor)
     return plan_state(elements, each, chosen=None, world_size=ranks, device_bytes=device_bytes, parameters=parameters)
-
-
-Verdict = Literal["fits", "does not fit", "cannot be said"]
 
 
 def _judge(

@@ -9,6 +9,9 @@ from ..contract.launch import Node, Program
 from ..contract.topology import Topology
 from ..contract.train import TrainConfig
 
+Verdict = Literal["fits", "does not fit", "cannot be said"]
+Source = Literal["arithmetic", "simulated", "assumed"]
+
 
 @dataclass(frozen=True)
 class StageMemory:
@@ -33,8 +36,91 @@ class StatePlan:
     stages: tuple[StageMemory, ...]
     chosen: int | None
     device_bytes: int | None
-    verdict: Literal["fits", "does not fit", "cannot be said"]
+    verdict: Verdict
     because: str
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Bytes of one line at three moments of a step: ``loss`` (forward has ended, backward begins),
+    ``backward`` (inside the first block that backward visits), ``update`` (the optimizer's step)."""
+
+    loss: int = 0
+    backward: int = 0
+    update: int = 0
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """What a rank holds in a step, a line a kind. ``bytes`` is the most of its ``alive``; lines peak at different
+    moments, so their sum is no peak."""
+
+    what: str
+    bytes: int
+    source: Source
+    alive: Alive
+    note: str = ""
+
+    @classmethod
+    def of(cls, what: str, alive: Alive, source: Source, note: str = "") -> StepLine:
+        return cls(what, max(alive.loss, alive.backward, alive.update), source, alive, note)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends of one kind in one optimizer step.
+
+    ``volume_elements`` counts whole messages, as the ZeRO paper does; ``sent_bytes`` is what leaves the rank, of
+    which ``inside_bytes`` stay in its node; ``node_bytes`` leave a whole node, all its ranks together (the busiest
+    node's). ``group`` is over which ranks: data · tensor.
+    """
+
+    what: str
+    collective: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    group: Literal["data", "tensor"]
+    volume_elements: int
+    sent_bytes: int
+    inside_bytes: int
+    node_bytes: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds that a step cannot be shorter than, each for its own reason; None where ``missing`` says what lacks.
+
+    Bounds, not predictions: no link and no device reaches its peak, and not everything overlaps. ``step_s`` is the
+    largest of those that are known, ``bounded_by`` its name.
+    """
+
+    compute_s: float | None
+    inside_s: float | None
+    between_s: float | None
+    step_s: float | None
+    bounded_by: Literal["compute", "inside", "between"] | None
+    flops: int | None
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A change of one setting, planned: ``sets`` is what ``--set`` takes."""
+
+    sets: tuple[str, ...]
+    verdict: Verdict
+    needs_bytes: int | None
+    not_built: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether the whole step fits. ``needs_bytes`` is the most that lines of arithmetic alone hold at one moment;
+    ``best`` the smallest change that would fit, of all ``tried``."""
+
+    verdict: Verdict
+    because: str
+    needs_bytes: int | None = None
+    best: tuple[str, ...] = ()
+    tried: tuple[Tried, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,3 +138,12 @@ class Plan:
     time_s: int | None
     global_batch: int | None
     not_built: tuple[str, ...] = ()  # planned, but refused by name when submitted (planning.check_engine)
+    step: tuple[StepLine, ...] = ()  # empty where nobody knows the model's shapes
+    traffic: tuple[Traffic, ...] | None = None  # None likewise; empty on one rank
+    bounds: Bounds | None = None
+    judgement: Judgement = Judgement("cannot be said", "the step is not planned")
+
+    @property
+    def sent_bytes_per_step(self) -> int | None:
+        """What a rank sends in an optimizer step: what the engine's own ``sent_bytes`` will say."""
+        return None if self.traffic is None else sum(t.sent_bytes for t in self.traffic)

@@ -145,7 +145,11 @@ def test_memory_per_slot_is_the_budget_of_a_cpu() -> None:
 
 def test_a_factory_and_a_program_are_planned_without_counting() -> None:
     factory = make_plan(
-        job(model={"factory": "m:f", "options": {"size": {"a": [1, 2]}}}), direct(device={"memory": "1GB"})
+        job(
+            model={"factory": "m:f", "options": {"size": {"a": [1, 2]}}},
+            data={"text": "python-stdlib", "options": {"seq_len": 32}},
+        ),
+        direct(device={"memory": "1GB"}),
     )
     assert factory.state.parameters is None and factory.state.verdict == "cannot be said"
     assert factory.train is not None and factory.train.factory is not None

@@ -1,0 +1,113 @@
+"""The reference GPT seen from the planner: its partition, its shapes, its arithmetic operations.
+
+Tensor parallelism cuts what Megatron cuts: attention by heads, the MLP by its inner width, embedding and
+head by vocabulary; norms, positions and the biases of the two projections back are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..contract import partition
+from ..specs.models import GptModel, Job
+from .reasons import Reason
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_AXES = {
+    "attention.qkv.weight": 0,
+    "attention.qkv.bias": 0,
+    "attention.out.weight": 1,
+    "mlp.up.weight": 0,
+    "mlp.up.bias": 0,
+    "mlp.down.weight": 1,
+    "embedding.weight": 0,
+}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of one micro-step on one rank: ``item`` bytes an element of the working precision."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq_len: int
+    vocab: int
+    micro: int
+    tensor: int
+    item: int
+    dropout: float = 0.0
+
+    @classmethod
+    def of(cls, model: GptModel, *, micro: int, tensor: int, item: int) -> Shapes:
+        return cls(
+            model.layers, model.hidden, model.heads, model.seq_len, model.vocab, micro, tensor, item, model.dropout
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.micro * self.seq_len
+
+    @property
+    def stream(self) -> int:
+        """Bytes of one tensor (micro, seq, hidden)."""
+        return self.tokens * self.hidden * self.item
+
+
+def gpt_layout(
+    model: GptModel, *, ranks: int, bucket_bytes: int, tensor: int = 1, precision: str = "fp32"
+) -> partition.Layout:
+    """The reference GPT's partition over ``ranks`` data-parallel ranks: what the engine builds, without torch."""
+    sizes = (model.layers, model.hidden, model.seq_len, model.vocab)
+    return _layout(sizes, ranks, bucket_bytes, tensor, DTYPES[precision])
+
+
+@lru_cache(maxsize=64)
+def _layout(
+    sizes: tuple[int, int, int, int], ranks: int, bucket_bytes: int, tensor: int, dtype: str
+) -> partition.Layout:
+    groups = partition.gpt_parameters(*sizes)
+    if tensor > 1 or dtype != "float32":
+        groups = [(name, [replace(p, dtype=dtype, tensor_axis=_axis(p.name)) for p in row]) for name, row in groups]
+    return partition.build(groups, ranks=ranks, bucket_bytes=bucket_bytes, tensor=tensor)
+
+
+def _axis(name: str) -> int | None:
+    return _AXES.get(name.split(".", 2)[2] if name.startswith("blocks.") else name)
+
+
+def gpt_numel(model: GptModel) -> int:
+    """Ψ: every parameter once, the tied embedding too."""
+    groups = partition.gpt_parameters(model.layers, model.hidden, model.seq_len, model.vocab)
+    return sum(p.numel for _, row in groups for p in row)
+
+
+def check_tensor(job: Job, tensor: int, world_size: int) -> list[Reason]:
+    """A tensor degree has to divide the ranks and everything that is cut."""
+    counts = [("ranks", world_size)]
+    if isinstance(job.model, GptModel):
+        counts += [("hidden", job.model.hidden), ("heads", job.model.heads), ("vocab", job.model.vocab)]
+    return [
+        Reason("tensor", f"parallel.tensor: {tensor} does not divide {what} {count}")
+        for what, count in counts
+        if count % tensor
+    ]
+
+
+def recomputed_blocks(job: Job, layers: int) -> int:
+    """How many blocks compute their activations again in backward."""
+    if job.recompute == "none":
+        return 0
+    return layers if job.recompute == "block" else len(job.recompute)
+
+
+def step_flops(model: GptModel, *, samples: int, recomputed: int) -> int:
+    """Operations of one optimizer step over ``samples``, all ranks together.
+
+    6Ψ a token (2 forward, 4 backward) and 2Ψ more for what is computed again; attention beside that: scores and
+    weighted values are 2·2·s·h a token and layer forward, a causal kernel may skip half of it, so half is counted.
+    """
+    psi, tokens = gpt_numel(model), samples * model.seq_len
+    attention = 2 * model.seq_len * model.hidden * model.layers  # forward, a token
+    return tokens * (6 * psi + 3 * attention) + tokens * (2 * psi + attention) * recomputed // model.layers

@@ -1,0 +1,246 @@
+"""The whole step by arithmetic: what a rank holds beside its state, a line a kind, for the reference GPT.
+
+With b samples, s tokens, width h, a heads, vocabulary v, L blocks, tensor degree T and w bytes an element::
+
+    a block saves for backward   x, norm1(x), x', norm2(x')      4·bsh        whole on every tensor rank
+                                 q k v, attention, up, gelu      12·bsh / T   cut
+                                 statistics of norms and scores  16·bs + 4·bas / T    in fp32
+    a recomputed block stores    x alone                         bsh          / T partitioned; host memory: 0
+    the head                     x, norm(x), loss                2·bsh, and 3·bsv / T: log-softmax, and two gradients
+
+The engine on fp32 is what this counts (engine/gpt.py under autograd, engine/reduce.py, engine/gathering.py); a test
+holds it against real storages. What the engine does not train yet (16-bit precisions, tensor parallelism,
+recomputation) is the same arithmetic on other sizes; where a choice of that engine decides, the line says ``assumed``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..contract.partition import Layout
+from .plan import Alive, StageMemory, StepLine
+from .shapes import Shapes
+
+IN_FLIGHT = 2  # bucket buffers of a kind that the engine keeps (engine/reduce.py)
+PREFETCH = 1  # units gathered ahead of use at stage 3 (engine/config.py)
+SLACK_PER_MILLE = 50
+"""Allocator slack, an assumption: of what comes and goes within a step, how much is lost to rounding and holes."""
+
+Stored = Literal["whole", "partitioned", "host"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """How one rank's step goes. ``recomputed`` counts blocks; ``stored`` says where their inputs are kept."""
+
+    shapes: Shapes
+    layout: Layout
+    state: StageMemory
+    recomputed: int = 0
+    stored: Stored = "whole"
+    device_kind: Literal["cpu", "gpu"] = "gpu"
+
+    @property
+    def partitioned(self) -> bool:
+        """On one data-parallel rank nothing is, whatever the stage."""
+        return self.layout.ranks > 1
+
+    @property
+    def gathers(self) -> bool:
+        return self.partitioned and self.state.zero_stage == 3
+
+
+def step_lines(step: Step) -> tuple[StepLine, ...]:
+    """Everything that a rank holds in a step: the state first, then what comes and goes."""
+    state = step.state
+    always = [
+        _constant("parameters", state.parameters_bytes, f"stage {state.zero_stage}, padding included"),
+        _constant("gradients", state.gradients_bytes, "accumulated, between micro-steps"),
+        _constant("optimizer", state.optimizer_bytes, "moments, and an fp32 master where weights are not fp32"),
+    ]
+    passing = [
+        *_activations(step),
+        *_gathered(step),
+        _buckets(step),
+        *_temporaries(step),
+    ]
+    return (*always, *passing, _slack([line for line in passing if line.what != "communication buckets"]))
+
+
+def _constant(what: str, count: int, note: str) -> StepLine:
+    return StepLine.of(what, Alive(count, count, count), "arithmetic", note)
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def block_bytes(shapes: Shapes, device_kind: str = "gpu") -> int:
+    """What one block saves for its backward, its input included."""
+    whole = 4 * shapes.stream + 4 * 4 * shapes.tokens
+    cut = 12 * shapes.stream + 4 * shapes.tokens * shapes.heads
+    if shapes.dropout:
+        masks = 2 * shapes.tokens * shapes.hidden
+        whole += masks * (shapes.item if device_kind == "cpu" else 1)
+        if device_kind == "cpu":  # the fused CPU kernel has no dropout: scores, mask and product are kept
+            cut += 3 * shapes.tokens * shapes.heads * shapes.seq_len * shapes.item
+    return whole + -(-cut // shapes.tensor)
+
+
+def stored_bytes(shapes: Shapes, stored: Stored) -> int:
+    """What one recomputed block stores on the device from forward to backward: its input."""
+    if stored == "host":
+        return 0
+    return -(-shapes.stream // (shapes.tensor if stored == "partitioned" else 1))
+
+
+def _activations(step: Step) -> list[StepLine]:
+    shapes = step.shapes
+    kept = (shapes.layers - step.recomputed) * block_bytes(shapes, step.device_kind)
+    lines = [
+        StepLine.of(
+            "activations of the blocks",
+            Alive(kept, kept),
+            "arithmetic",
+            f"{shapes.layers - step.recomputed} blocks that keep all of theirs",
+        )
+    ]
+    if step.recomputed:
+        each = stored_bytes(shapes, step.stored)
+        again = block_bytes(shapes, step.device_kind) - (shapes.stream if step.stored == "whole" else 0)
+        where = {
+            "whole": "on every rank",
+            "partitioned": f"partitioned over {shapes.tensor} tensor ranks",
+            "host": f"in host memory, {step.recomputed * stored_bytes(shapes, 'partitioned'):,} bytes a rank",
+        }[step.stored]
+        held = step.recomputed * each
+        lines += [
+            StepLine.of(
+                "stored for recomputation",
+                Alive(held, held),
+                "arithmetic",
+                f"the inputs of {step.recomputed} blocks, {where}",
+            ),
+            StepLine.of(
+                "one block computed again", Alive(0, again), "arithmetic", "its activations, while in backward"
+            ),
+        ]
+    head = 2 * shapes.stream + 2 * 4 * shapes.tokens
+    batch = 3 * 8 * shapes.tokens  # token numbers, targets, and the targets made contiguous
+    lines.append(
+        StepLine.of("activations of the head", Alive(head + batch, batch), "arithmetic", "last norm; the batch itself")
+    )
+    return lines
+
+
+# --- parameters and messages ----------------------------------------------------------------------
+
+
+def _gathered(step: Step) -> list[StepLine]:
+    """Stage 3: embedding and last norm from forward to backward, and blocks around the one in use."""
+    if not step.gathers:
+        return []
+    item = step.shapes.item
+    sizes = [unit.padded * item for unit in step.layout.units if unit.name.startswith("blocks.")]
+    kept = sum(unit.padded * item for unit in step.layout.units) - sum(sizes)
+    window = sum(sizes[-(1 + PREFETCH) :])
+    return [
+        StepLine.of(
+            "gathered parameters",
+            Alive(kept + sizes[-1], kept + window),
+            "arithmetic",
+            f"embedding and norm whole, {min(len(sizes), 1 + PREFETCH)} blocks of {max(sizes):,} bytes",
+        )
+    ]
+
+
+def bucket_width(layout: Layout) -> int:
+    """Elements of the largest message of gradients."""
+    return max((min(unit.bucket, unit.padded) for unit in layout.units if unit.trainable), default=0)
+
+
+def _buckets(step: Step) -> StepLine:
+    kinds = 2 if step.state.zero_stage >= 2 else 1
+    width = bucket_width(step.layout) * step.shapes.item
+    held = kinds * IN_FLIGHT * width if step.partitioned else 0
+    note = f"{kinds * IN_FLIGHT} buffers of {width:,} bytes, allocated once" if held else "one rank sends nothing"
+    return _constant("communication buckets", held, note)
+
+
+# --- temporaries ----------------------------------------------------------------------------------
+
+
+def _temporaries(step: Step) -> list[StepLine]:
+    shapes = step.shapes
+    logits = -(-shapes.tokens * shapes.vocab // shapes.tensor)
+    if shapes.item == 4:
+        loss = StepLine.of(
+            "logits and loss", Alive(3 * 4 * logits), "arithmetic", "log-softmax and the gradients of both sides"
+        )
+    else:
+        loss = StepLine.of(
+            "logits and loss",
+            Alive((shapes.item + 2 * 4) * logits),
+            "assumed",
+            "logits in the working precision, softmax and its gradient in fp32",
+        )
+    embedding = _largest(step, "embedding.weight")
+    weight = _largest(step, "mlp.up.weight")
+    inside = shapes.stream + -(-4 * shapes.stream // shapes.tensor)
+    return [
+        loss,
+        StepLine.of(
+            "gradients inside a block",
+            Alive(0, inside + weight),
+            "arithmetic",
+            "of the stream and the MLP, and of one weight before it is copied into its bucket",
+        ),
+        StepLine.of(
+            "gradient of the tied embedding",
+            Alive(0, embedding),
+            "arithmetic",
+            "the head's part, which autograd holds until the embedding's own",
+        ),
+        StepLine.of(
+            "norm of the gradient", _norm(step.layout), "assumed", "sums of squares in fp64, and where they go"
+        ),
+    ]
+
+
+_ATOM, _BLOCK = 256, 2**16
+
+
+def _norm(layout: Layout) -> Alive:
+    """Roughly what engine/norm.py keeps: a number and indices for each atom, for each element that fills none,
+    and a row of atoms for each block; this rank's share of all of it."""
+    numels = [p.numel for unit in layout.units if unit.trainable for p in unit.parameters]
+    atoms = sum(n // _ATOM for n in numels) // layout.tensor
+    loose = sum(n % _ATOM for n in numels)
+    rows = sum(1 for n in numels if n % _ATOM) + sum(-(-n // _BLOCK) for n in numels)
+    always = 8 * _ATOM * 256 + (16 * atoms + 24 * loose + 4 * _ATOM * rows) // layout.ranks
+    return Alive(always, always, always + (40 * atoms + 36 * loose + 8 * _ATOM * rows) // layout.ranks)
+
+
+def _largest(step: Step, name: str) -> int:
+    numel = max(p.local_numel(step.layout.tensor) for p in step.layout.by_name.values() if p.name.endswith(name))
+    return numel * step.shapes.item
+
+
+def _slack(passing: list[StepLine]) -> StepLine:
+    def part(counts: list[int]) -> int:
+        return sum(counts) * SLACK_PER_MILLE // 1000
+
+    alive = Alive(
+        part([line.alive.loss for line in passing]),
+        part([line.alive.backward for line in passing]),
+        part([line.alive.update for line in passing]),
+    )
+    note = f"{SLACK_PER_MILLE / 10:g} % of what comes and goes; long-lived buffers are allocated once and have none"
+    return StepLine.of("allocator slack", alive, "assumed", note)
+
+
+def together(lines: tuple[StepLine, ...], *, assumed: bool) -> int:
+    """The most that is held at one moment, by lines of arithmetic alone or with assumptions."""
+    counted = [line.alive for line in lines if assumed or line.source != "assumed"]
+    moments = zip(*((a.loss, a.backward, a.update) for a in counted), strict=True)
+    return max((sum(moment) for moment in moments), default=0)
