@@ -1,4 +1,4 @@
-"""Verbs that start nothing: cluster show, cluster check, plan, render, data prepare."""
+"""Verbs that start nothing: cluster show, cluster check, render, data prepare. (plan: plan.py.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from . import options, show
 
 if TYPE_CHECKING:
     from ..backends.protocol import Finding
-    from ..planning.plan import Plan, StageMemory, StatePlan
 
 cluster_verbs = typer.Typer(help="Clusters: what a description says, and what stands there.", no_args_is_help=True)
 data_verbs = typer.Typer(help="Token files.", no_args_is_help=True)
@@ -103,86 +102,6 @@ def _fact(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{k}={v}" for k, v in value.items())
     return str(value)
-
-
-def plan_verb(
-    job: options.Job, cluster: options.Cluster = None, sets: options.Sets = None, as_json: options.Json = False
-) -> None:
-    """Says what a job on a cluster comes to: ranks, batch, state memory.
-
-    Starts nothing and connects to nothing. Exit 3 when the state of the chosen ZeRO stage is above the device.
-    """
-    plan = options.open_app().plan(job, cluster, sets or [])
-    if as_json:
-        show.data_json(plan)
-    else:
-        for line in plan_lines(plan):
-            show.data(line)
-    refuse_if_too_large(plan)
-
-
-def refuse_if_too_large(plan: Plan) -> None:
-    """Raises DoesNotFit, the same that a submit raises."""
-    from ..app import refuse_what_cannot_fit
-
-    refuse_what_cannot_fit(plan)
-
-
-def plan_lines(plan: Plan) -> list[str]:
-    """The plan as text."""
-    ranks = plan.topology.world_size
-    slots = sorted(set(plan.topology.slots))
-    a_node = f"{slots[0]}" if len(slots) == 1 else f"{slots[0]} to {slots[-1]}"
-    lines = [
-        f"job      {plan.job_name} on {plan.cluster_name} ({plan.backend})",
-        f"ranks    {ranks} = {show.count(len(plan.nodes), 'node')}, {a_node} a node",
-    ]
-    named = [n.name for n in plan.nodes if n.name]
-    if named:
-        lines.append(f"nodes    {' '.join(named)}")
-    if plan.program is not None:
-        lines.append(f"program  {' '.join(plan.program.argv)}")
-    if plan.train is not None:
-        batch = plan.train.batch
-        lines.append(
-            f"batch    {plan.global_batch} samples a step = {batch.micro} micro × {batch.accumulation} accumulation"
-            f" × {plan.topology.data_parallel} data-parallel ranks"
-        )
-        lines.append(f"steps    {plan.train.steps}, precision {plan.train.precision}")
-    if plan.time_s is not None:
-        lines.append(f"time     at most {show.duration(plan.time_s)}")
-    lines += [f"refused  {show.visible(words)}" for words in plan.not_built]
-    return lines + _state_lines(plan.state, ranks) if plan.train is not None else lines
-
-
-def _state_lines(state: StatePlan, ranks: int) -> list[str]:
-    lines = [""]
-    if state.stages:
-        device = show.num_bytes(state.device_bytes) if state.device_bytes is not None else "not described"
-        lines.append(
-            f"state memory of {state.parameters:,} parameters on {show.count(ranks, 'rank')}; device: {device}"
-        )
-        head = ("zero_stage", "parameters", "gradients", "optimizer", "a rank", "all ranks", "floor", "fits")
-        rows = [_stage_row(s, s.zero_stage == state.chosen) for s in state.stages]
-        lines += show.columns(head, rows, right=range(1, 7))
-    lines.append(f"verdict  {state.verdict}: {state.because}" if state.because else f"verdict  {state.verdict}")
-    lines.append("This is state memory, not step memory: activations, gathered parameters, communication buffers and")
-    lines.append("temporaries come on top and are not in these numbers.")
-    return lines
-
-
-def _stage_row(stage: StageMemory, chosen: bool) -> tuple[str, ...]:
-    if stage.fits is None:
-        fits = "?"
-    elif stage.fits:
-        fits = "yes"
-    elif stage.smallest_ranks_that_fit is not None:
-        fits = f"no, from {stage.smallest_ranks_that_fit} ranks"
-    else:
-        fits = "on no number of ranks"
-    sizes = (stage.parameters_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.total_bytes)
-    cells = [show.num_bytes(n) for n in (*sizes, stage.all_ranks_bytes, stage.floor_bytes)]
-    return (f"{stage.zero_stage} (chosen)" if chosen else str(stage.zero_stage), *cells, fits)
 
 
 def render_verb(

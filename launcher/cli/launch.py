@@ -55,7 +55,7 @@ def _announce(submitted: Submitted, follow: bool) -> None:
 
 def _dry_run(app: App, job: Path, cluster: str | None, sets: list[str]) -> None:
     """The script on stdout, byte for byte what render prints; the plan beside it on stderr."""
-    from .describe import plan_lines, refuse_if_too_large
+    from .plan import plan_lines, refuse_if_too_large
 
     prepared = app.prepare(job, cluster, sets)
     for line in (*plan_lines(prepared.plan), "", *prepared.notes):

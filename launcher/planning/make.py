@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,9 +16,9 @@ from . import batch as batches
 from . import options, shapes, verdict
 from .communication import bounds, step_traffic
 from .devices import check_precision, device_bytes, not_built
-from .memory import PRECISION_BYTES, Elements, element_bytes, plan_state
+from .memory import PRECISION_BYTES, Elements, element_bytes, plan_state, state_table
 from .place import SlotsWish, choose_nodes
-from .plan import Plan, StatePlan
+from .plan import Plan, StatePlan, TableRow
 from .reasons import CannotPlan, Reason
 from .step import Step, step_lines
 
@@ -112,6 +113,15 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
         bounds=bounds(traffic, cluster, flops=flops, world_size=topology.world_size, precision=job.precision),
         judgement=verdict.judge(state, lines),
     )
+
+
+def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> tuple[TableRow, ...]:
+    """State of every stage at other world sizes, from the job's own partition."""
+    if not isinstance(job.model, GptModel) or job.zero is None or job.optimizer is None:
+        raise UsageError(f"job {job.name}: a table needs a model whose parameters are counted here")
+    each = element_bytes(job.precision, job.zero.gradient_dtype, job.optimizer.kind)
+    elements = Elements.of_layout(_layout(job, job.model, plan.topology))
+    return state_table(elements, each, {*worlds, plan.topology.world_size}, device_bytes(cluster))
 
 
 def check_engine(plan: Plan) -> None:

@@ -14,11 +14,12 @@ as contract.partition does; a plain count is divided once and replicated without
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..contract.errors import UsageError
 from ..contract.partition import Layout
-from .plan import StageMemory, StatePlan, Verdict
+from .plan import StageMemory, StatePlan, TableRow, Verdict
 
 ZERO_STAGES = (0, 1, 2, 3)
 PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -197,7 +198,24 @@ def plan_state(
     stages = tuple(stage_memory(stage, elements, each, ranks, device_bytes) for stage in ZERO_STAGES)
     count = parameters if parameters is not None else sum(elements.trainable) + sum(elements.frozen)
     verdict, because = _judge(stages, chosen, world_size, device_bytes)
-    return StatePlan(count, stages, chosen, device_bytes, verdict, because)
+    largest: tuple[int, ...] = ()
+    if device_bytes is not None:
+        largest = tuple(largest_model(s, each, ranks, device_bytes, tensor=elements.tensor) for s in ZERO_STAGES)
+    return StatePlan(count, stages, chosen, device_bytes, verdict, because, largest)
+
+
+def state_table(
+    elements: Elements, each: ElementBytes, worlds: Iterable[int], device_bytes: int | None = None
+) -> tuple[TableRow, ...]:
+    """All stages at each of the world sizes that the tensor degree divides."""
+    return tuple(
+        TableRow(
+            world,
+            tuple(stage_memory(s, elements, each, world // elements.tensor, device_bytes) for s in ZERO_STAGES),
+        )
+        for world in sorted(set(worlds))
+        if world % elements.tensor == 0
+    )
 
 
 def plan_parameters(
@@ -208,28 +226,59 @@ def plan_parameters(
     precision: str = "bf16",
     gradient_dtype: str | None = None,
     optimizer: str = "adamw",
+    frozen: int = 0,
     device_bytes: int | None = None,
 ) -> StatePlan:
     """State memory without a job: ``parameters`` on ``ranks`` ranks in all, of which ``tensor`` share a model.
 
-    ``gradient_dtype`` left out is the working precision, the paper's case. No stage is chosen, so the
-    verdict is for the reader; each stage says for itself whether it fits.
+    ``gradient_dtype`` left out is the working precision, the paper's case; ``frozen`` parameters come beside the
+    trainable ones. No stage is chosen, so the verdict is for the reader; each stage says for itself whether it fits.
     """
+    count = Count(parameters, frozen, ranks, tensor, precision, gradient_dtype, optimizer)
+    total = parameters + frozen
+    return plan_state(
+        count.elements, count.each, chosen=None, world_size=ranks, device_bytes=device_bytes, parameters=total
+    )
+
+
+@dataclass(frozen=True)
+class Count:
+    """A model of which only its size is known. Raises UsageError where the values make no sense together."""
+
+    parameters: int
+    frozen: int = 0
+    ranks: int = 1
+    tensor: int = 1
+    precision: str = "bf16"
+    gradient_dtype: str | None = None
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        _check_count(self)
+
+    @property
+    def elements(self) -> Elements:
+        return Elements.of_count(self.parameters, frozen=self.frozen, tensor=self.tensor)
+
+    @property
+    def each(self) -> ElementBytes:
+        return element_bytes(self.precision, self.gradient_dtype or self.precision, self.optimizer)
+
+
+def _check_count(count: Count) -> None:
     for name, value, known in (
-        ("precision", precision, PRECISION_BYTES),
-        ("gradient dtype", gradient_dtype or precision, PRECISION_BYTES),
-        ("optimizer", optimizer, MOMENTS),
+        ("precision", count.precision, PRECISION_BYTES),
+        ("gradient dtype", count.gradient_dtype or count.precision, PRECISION_BYTES),
+        ("optimizer", count.optimizer, MOMENTS),
     ):
         if value not in known:
             raise UsageError(f"{name} {value!r} is not known; accepted: {', '.join(known)}")
-    if parameters < 1 or ranks < 1 or tensor < 1 or ranks % tensor:
+    ranks, tensor = count.ranks, count.tensor
+    if count.parameters < 1 or count.frozen < 0 or ranks < 1 or tensor < 1 or ranks % tensor:
         raise UsageError(
-            f"{parameters} parameters on {ranks} ranks with a tensor degree of {tensor}: all must be at least 1, "
+            f"{count.parameters} parameters on {ranks} ranks with a tensor degree of {tensor}: all must be at least 1, "
             "and the degree must divide the ranks"
         )
-    each = element_bytes(precision, gradient_dtype or precision, optimizer)
-    elements = Elements.of_count(parameters, tensor=tensor)
-    return plan_state(elements, each, chosen=None, world_size=ranks, device_bytes=device_bytes, parameters=parameters)
 
 
 def _judge(

@@ -30,7 +30,8 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """``parameters`` is None when the model is a user's own and was not counted."""
+    """``parameters`` is None when the model is a user's own and was not counted. ``largest`` is, of each stage, the
+    most parameters whose state would fit the device at this number of ranks; empty where no device is described."""
 
     parameters: int | None
     stages: tuple[StageMemory, ...]
@@ -38,6 +39,15 @@ class StatePlan:
     device_bytes: int | None
     verdict: Verdict
     because: str
+    largest: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """State of every stage at one world size."""
+
+    ranks: int
+    stages: tuple[StageMemory, ...]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,187 @@
+"""``zerun plan``: what a job on a cluster comes to, or a number of parameters on a number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..contract.errors import DoesNotFit, UsageError
+from . import options, show
+from .plan_text import count_lines, plan_lines, search_lines, table_lines
+
+if TYPE_CHECKING:
+    from ..planning.memory import Count
+    from ..planning.plan import Plan
+
+__all__ = ["plan_lines", "plan_verb", "refuse_if_too_large"]
+
+_SCALES = {"k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
+def plan_verb(
+    job: Annotated[
+        Path | None, typer.Argument(metavar="[JOB]", help="The job's YAML file; or give --parameters and --ranks.")
+    ] = None,
+    cluster: options.Cluster = None,
+    sets: options.Sets = None,
+    as_json: options.Json = False,
+    table: Annotated[bool, typer.Option("--table", help="State of every ZeRO stage at many world sizes.")] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search", help="Every stage, micro-batch and recomputation that fits, by lower-bound step time."
+        ),
+    ] = False,
+    parameters: Annotated[
+        str | None, typer.Option("--parameters", metavar="N", help="Without a job: 7.5e9, 7.5B, 1T.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks in all, with --parameters.")
+    ] = None,
+    tensor: Annotated[
+        int | None, typer.Option("--tensor", metavar="T", min=1, help="Tensor-parallel degree, with --parameters.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", metavar="P", help="bf16 (default), fp16 or fp32, with --parameters.")
+    ] = None,
+    gradient_dtype: Annotated[
+        str | None,
+        typer.Option("--gradient-dtype", metavar="P", help="Of gradients, with --parameters. Default: the precision."),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option("--optimizer", metavar="O", help="adamw (default), momentum or sgd, with --parameters."),
+    ] = None,
+    frozen: Annotated[
+        str | None, typer.Option("--frozen", metavar="N", help="Parameters that are not trained, beside --parameters.")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", metavar="BYTES", help="32GB, 80GiB, with --parameters.")
+    ] = None,
+) -> None:
+    """Says what a job on a cluster comes to: state memory, the whole step, communication, bounds, and whether it fits.
+
+    Starts nothing, connects to nothing and needs no torch. Exit 3 when it does not fit. Without a job,
+    --parameters and --ranks give the state memory of every ZeRO stage.
+    """
+    alone = {
+        "--ranks": ranks,
+        "--tensor": tensor,
+        "--precision": precision,
+        "--gradient-dtype": gradient_dtype,
+        "--optimizer": optimizer,
+        "--frozen": frozen,
+        "--device-memory": device_memory,
+    }
+    given = [name for name, value in alone.items() if value is not None]
+    if job is None and parameters is None:
+        raise UsageError("plan what? a JOB, or --parameters N --ranks N", hint="zerun plan --help")
+    if job is not None:
+        if parameters is not None or given:
+            wrong = "--parameters" if parameters is not None else given[0]
+            raise UsageError(
+                f"{wrong} goes without a job",
+                hint="with one, say it by --set: zero.stage=3, cluster.device.memory=80GiB",
+            )
+        _plan_job(job, cluster, sets or [], as_json=as_json, table=table, search=search)
+        return
+    if cluster is not None or sets or search:
+        raise UsageError("--cluster, --set and --search need a job", hint="or leave them out beside --parameters")
+    from ..planning.memory import Count
+
+    if ranks is None and not table:
+        raise UsageError("--parameters needs --ranks too", hint="--ranks 64, or --table for many numbers of ranks")
+    count = Count(
+        parameters=_count(parameters or "", "--parameters"),
+        frozen=_count(frozen, "--frozen") if frozen is not None else 0,
+        ranks=ranks or tensor or 1,
+        tensor=tensor or 1,
+        precision=precision or "bf16",
+        gradient_dtype=gradient_dtype,
+        optimizer=optimizer or "adamw",
+    )
+    _plan_count(count, _bytes(device_memory), as_json=as_json, table=table)
+
+
+def _plan_job(job: Path, cluster: str | None, sets: Sequence[str], *, as_json: bool, table: bool, search: bool) -> None:
+    from ..planning.make import job_table, make_plan
+    from ..planning.search import search as find
+    from ..planning.told import WORLDS, told_plan, told_table
+
+    described = options.open_app().describe(job, cluster, sets)
+    plan = make_plan(*described)
+    told: dict[str, Any] = told_plan(plan)
+    lines = plan_lines(plan)
+    if table:
+        rows = job_table(*described, plan, WORLDS)
+        told["table"] = told_table(rows)
+        lines += ["", *table_lines(rows)]
+    if search:
+        found = find(*described)
+        told["search"] = found
+        lines = search_lines(found) if not table else [*lines, "", *search_lines(found)]
+    if as_json:
+        show.data_json(told)
+    else:
+        for line in lines:
+            show.data(line)
+    if not search:
+        refuse_if_too_large(plan)
+
+
+def _plan_count(count: Count, device_bytes: int | None, *, as_json: bool, table: bool) -> None:
+    from ..planning.memory import plan_state, state_table
+    from ..planning.told import WORLDS, told_count, told_table
+
+    total = count.parameters + count.frozen
+    state = plan_state(
+        count.elements, count.each, chosen=None, world_size=count.ranks, device_bytes=device_bytes, parameters=total
+    )
+    told = told_count(count, state)
+    lines = count_lines(count, state)
+    if table:
+        rows = state_table(count.elements, count.each, {*WORLDS, count.ranks}, device_bytes)
+        told["table"] = told_table(rows)
+        lines += ["", *table_lines(rows)]
+    if as_json:
+        show.data_json(told)
+        return
+    for line in lines:
+        show.data(line)
+
+
+def refuse_if_too_large(plan: Plan) -> None:
+    """Raises DoesNotFit when arithmetic says so."""
+    found = plan.judgement
+    if found.verdict == "does not fit":
+        sets = " ".join(f"--set {s}" for s in found.best)
+        raise DoesNotFit(
+            found.because, hint=f"this would fit: {sets}" if sets else "no single setting would make it fit"
+        )
+
+
+def _count(text: str, option: str) -> int:
+    """``7.5e9``, ``7.5B``, ``1T`` or plain digits → a whole number."""
+    scale = _SCALES.get(text[-1:], 1)
+    try:
+        value = Decimal(text[:-1] if scale > 1 else text.replace("_", "")) * scale
+        if value.is_finite() and value == value.to_integral_value() and value >= 0:
+            return int(value)
+    except InvalidOperation:
+        pass
+    raise UsageError(f"{option} {text!r} is not a whole number of parameters; accepted: 7500000000, 7.5e9, 7.5B, 1T")
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    from ..specs.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as problem:
+        raise UsageError(f"--device-memory: {problem}") from None
