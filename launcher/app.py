@@ -9,10 +9,9 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +219,7 @@ class App:
         self, run: Run, plan: Plan, cluster: Cluster, launch: LaunchSpec, secret_values: Mapping[str, str]
     ) -> Submission:
         from .backends.protocol import Submission
+        from .planning import job_name
 
         blobs = {Path(p).name: self._blob(Path(p).name) for p in (launch.runtime, launch.code) if p}
         script = self._render(plan, cluster, launch)
@@ -230,7 +230,7 @@ class App:
             str(attempt.launch.relative_to(folder.root)): dumps(launch),
             "run.json": dumps(run.about),
         }
-        name = f"zerun-{run.name}" + (f"-{launch.attempt}" if launch.attempt > 1 else "")
+        name = job_name(run.name, launch.attempt)
         return Submission(run.name, launch.attempt, name, launch, script, files, blobs, secret_values)
 
     def _launch(
@@ -426,7 +426,7 @@ class App:
         loaded = self.store.load(self.resolve(run))
         backend = self._open_for(loaded)
         try:
-            return candidates(self._about(backend, loaded))
+            return candidates(self._about(backend, loaded), loaded.folder)
         finally:
             backend.close()
 
@@ -470,26 +470,37 @@ class App:
     # --- resume -----------------------------------------------------------------------------------
 
     def resume(
-        self, run: str, *, nodes: int | None = None, step: int | None = None, notice: Notice | None = None
+        self,
+        run: str,
+        *,
+        nodes: int | None = None,
+        step: int | None = None,
+        sets: Sequence[str] = (),
+        notice: Notice | None = None,
     ) -> Submitted:
-        """The next attempt of the run, from the newest whole checkpoint, on the same or another number of nodes."""
+        """The next attempt of the run, from the newest whole checkpoint, on the same or another number of nodes.
+
+        ``sets`` are assignments over the job's description as it was submitted (``steps=600`` goes further);
+        a checkpoint that does not fit what they make of the model is refused by the engine.
+        """
         from . import specs
         from .checkpoints import candidates, choose, explain, stage
         from .planning import check_engine, make_plan
 
         loaded = self.store.load(self.resolve(run))
-        job = specs.job_from_plain(loaded.about["job"])
+        job = specs.job_from_plain(loaded.about["job"], sets)
         cluster = specs.cluster_from_plain(loaded.about["cluster"])
         secret_values = read_secrets(job.secrets)
         backend = self._open(cluster, runtime_bundle())
         try:
             state = self._look(backend, [loaded])[0]
             loaded = self.store.load(loaded.name)
-            refuse_to_resume(state)
-            found = candidates(self._about(backend, loaded))
+            refuse_to_resume(state, again=step is not None or bool(sets))
+            found = candidates(self._about(backend, loaded), loaded.folder)
             chosen = choose(found, step)
             notes = list(explain(found, chosen))
-            plan = make_plan(job, cluster, nodes=nodes, global_batch=(loaded.about["plan"] or {}).get("global_batch"))
+            kept = None if any(s.startswith("batch.") for s in sets) else loaded.about["plan"].get("global_batch")
+            plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
             check_engine(plan)
             refuse_what_cannot_fit(plan)
             attempt = max(state.attempt, loaded.attempt) + 1
@@ -546,14 +557,17 @@ def refuse_what_cannot_fit(plan: Plan) -> None:
         raise DoesNotFit(plan.state.because, hint="zerun plan shows every stage's state memory")
 
 
-def refuse_to_resume(state: RunState) -> None:
-    """A run that goes on, or of which it is not known, must not be doubled."""
+def refuse_to_resume(state: RunState, *, again: bool) -> None:
+    """A run that goes on, or of which it is not known, must not be doubled; one that is done only ``again``."""
     if state.state == "unknown":
         raise Unreachable(f"{state.run}: whether it still runs is not known ({state.why})")
     if not state.ended:
         raise UsageError(f"{state.run} is {state.state}", hint=f"zerun cancel {state.run} first, or wait for its end")
-    if state.state == "done":
-        raise UsageError(f"{state.run} is done: nothing is left to resume")
+    if state.state == "done" and not again:
+        raise UsageError(
+            f"{state.run} is done: nothing is left to resume",
+            hint="--step S goes again from a checkpoint, --set steps=N goes further",
+        )
 
 
 def take_attempt(run: Run, attempt: int) -> None:
@@ -602,11 +616,3 @@ def exit_code_of(state: RunState) -> int:
     if state.exit_code is not None:
         return state.exit_code
     return int(Exit.UNREACHABLE if state.state == "unknown" else Exit.STILL_RUNNING)
-
-
-def interpreter() -> str:
-    """The Python that runs this: what ``python`` means on a cluster that is this very machine."""
-    return sys.executable
-
-
-__all__ = ["App", "Prepared", "Submitted", "exit_code_of", "find_root", "replace"]

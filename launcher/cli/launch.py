@@ -113,6 +113,7 @@ def resume_verb(
     step: Annotated[
         int | None, typer.Option("--step", metavar="S", min=0, help="This checkpoint. Default: the newest whole one.")
     ] = None,
+    sets: options.Sets = None,
     follow: Follow = False,
 ) -> None:
     """Starts a run's next attempt from a checkpoint, on the same or another number of ranks.
@@ -121,7 +122,7 @@ def resume_verb(
     Prints the run's id on stdout.
     """
     app = options.open_app()
-    resumed = app.resume(app.resolve(run), nodes=nodes, step=step, notice=show.note)
+    resumed = app.resume(app.resolve(run), nodes=nodes, step=step, sets=sets or (), notice=show.note)
     _announce(resumed, follow)
     if follow:
         _follow_and_exit(app, resumed.run)

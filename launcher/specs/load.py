@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -128,12 +129,15 @@ def cluster_from_plain(plain: Mapping[str, Any]) -> Cluster:
     return _from_plain(Cluster, plain)
 
 
-def job_from_plain(plain: Mapping[str, Any]) -> Job:
-    return _from_plain(Job, plain)
+def job_from_plain(plain: Mapping[str, Any], sets: Sequence[str] = ()) -> Job:
+    """The job that :func:`describe` wrote down, with ``--set`` assignments over it."""
+    return _from_plain(Job, plain, sets)
 
 
-def _from_plain(model: type[D], plain: Mapping[str, Any]) -> D:
-    document = Document(f"the {model.__name__.lower()} in run.json", dict(plain))
+def _from_plain(model: type[D], plain: Mapping[str, Any], sets: Sequence[str] = ()) -> D:
+    document = Document(f"the {model.__name__.lower()} in run.json", copy.deepcopy(dict(plain)))
+    for assignment in sets:
+        apply_set(document, assignment, assignment)
     found = _validated(model, document, written=False)
     _raise(document)
     assert found is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -43,6 +44,8 @@ def test_stopped_and_resumed_is_bitwise_a_run_never_interrupted(laptop: Site) ->
     assert "step 6" in said.stderr
     assert laptop.json("status", cut)["state"] == "done"
     assert shards(laptop.run_folder(whole), 60) == shards(folder, 60)
+    told = laptop.zerun("resume", cut, code=2)
+    assert "done" in told.stderr and "--set steps=N" in told.stderr
     uninterrupted, resumed = losses(laptop.run_folder(whole), 1), losses(folder, 2)
     assert {s: v for s, v in uninterrupted.items() if s > 6} == resumed
 
@@ -122,8 +125,6 @@ def test_secrets_are_nowhere_but_in_the_ranks(laptop: Site) -> None:
     more = "secrets: [MY_TOKEN]"
     laptop.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python="python3", more=more))
     run = laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow").stdout.strip()
-    import hashlib
-
     assert hashlib.sha256(value.encode()).hexdigest() in laptop.zerun("logs", run).stdout
     for folder, _, names in os.walk(laptop.folder / "runs"):
         for name in names:
