@@ -72,8 +72,13 @@ class Gathering:
             self.release_all()
 
     def _before_forward(self, at: int) -> Any:
-        def hook(*_: Any) -> None:
+        def hook(_module: nn.Module, inputs: Any) -> None:
             self._fetch(at)
+            if not self._trainable[at] and torch.is_grad_enabled():
+                # Frozen: no gradient of its own says when backward is through, its input's does.
+                tensors = [t for t in _tensors(inputs) if t.requires_grad]
+                if tensors:
+                    torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: self._release(at), mode="all")
             if not self.in_backward:
                 for ahead in range(1, self.prefetch + 1):
                     if at + ahead < len(self._blocks):

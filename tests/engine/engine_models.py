@@ -15,7 +15,7 @@ from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
 from launcher.engine.zero import ZeroEngine
 
-TINY = GPTConfig(layers=3, hidden=15, heads=3, seq_len=7, vocab=37)
+TINY = GPTConfig(layers=2, hidden=15, heads=3, seq_len=7, vocab=37)
 
 
 class Odd(nn.Module):

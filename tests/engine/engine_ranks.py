@@ -31,15 +31,17 @@ def _rank(rank: int, world: int, store: str, function: Callable[..., Any], args:
             world_size=world,
             timeout=datetime.timedelta(seconds=30),
         )
-        result = function(rank, world, *args)
-        pipe.send((rank, True, result))
-        dist.barrier()
-        dist.destroy_process_group()
+        pipe.send((rank, True, function(rank, world, *args)))
     except BaseException:
         pipe.send((rank, False, traceback.format_exc()))
         pipe.close()
         os._exit(1)  # no destructor that waits for the others
     pipe.close()
+    try:
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError:
+        os._exit(1)  # another rank failed and says so itself
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:

@@ -1,0 +1,99 @@
+"""The collectives: what they compute, what they count, and how they fail."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from engine_ranks import outcomes, run_ranks
+
+from launcher.engine.comm import CommError, NativeComm, PeerComm, connect, gather_bytes, sum_rows
+
+
+def _sums(rank: int, world: int, kind: str) -> None:
+    comm = PeerComm() if kind == "peer" else NativeComm()
+    width = 37
+    everyone = [torch.randn(world * width, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    ordered = everyone[0].clone()
+    for other in everyone[1:]:
+        ordered += other
+    part = slice(rank * width, (rank + 1) * width)
+    scratch = torch.empty(world * width)
+    for add in (False, True):
+        out = torch.full((width,), 0.5)
+        comm.reduce(everyone[rank].clone(), out, scratch, "a sum", add=add).wait()
+        expected = ordered[part] + 0.5 if add else ordered[part]
+        if kind == "peer":
+            assert torch.equal(out, expected), "sums must be in rank order, to the bit"
+        else:
+            torch.testing.assert_close(out, expected)
+    if kind == "peer":  # into its own place
+        flat = everyone[rank].clone()
+        comm.reduce(flat, flat[part], scratch, "a sum in place").wait()
+        assert torch.equal(flat[part], ordered[part])
+    gathered = torch.zeros(world * width)
+    gathered[part] = ordered[part]
+    comm.gather(gathered, "a gather").wait()
+    assert torch.equal(gathered, ordered)
+    count = 4 if kind == "peer" else 3
+    assert comm.traffic.volume_elements == count * world * width
+    assert comm.traffic.sent_bytes == count * (world - 1) * width * 4
+
+
+@pytest.mark.parametrize("kind", ["peer", "native"])
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.filterwarnings("ignore")
+def test_reduce_and_gather(world: int, kind: str) -> None:
+    run_ranks(world, _sums, kind)
+
+
+def test_a_sum_of_rows_is_a_loop_of_adds_even_into_a_row() -> None:
+    for count in (1, 2, 3, 5, 8):
+        for target in (None, *range(count)):
+            rows = [torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+            expected = rows[0].clone()
+            for row in rows[1:]:
+                expected = expected + row
+            out = torch.empty(1000) if target is None else rows[target]
+            sum_rows(rows, out)
+            assert torch.equal(out, expected)
+
+
+def _small(rank: int, world: int) -> None:
+    comm = connect()
+    assert gather_bytes(comm, b"x" * rank, "bytes") == [b"x" * r for r in range(world)]
+    counts = [(rank + to) % 3 for to in range(world)]
+    send = torch.cat([torch.full((n,), float(10 * rank + to)) for to, n in enumerate(counts)])
+    received = comm.exchange(send, counts, [(source + rank) % 3 for source in range(world)], "an exchange")
+    assert received.tolist() == [10.0 * s + rank for s in range(world) for _ in range((s + rank) % 3)]
+    value = torch.tensor([float(rank)])
+    comm.broadcast(value, 2, "a broadcast")
+    assert value.item() == 2
+    assert comm.traffic.volume_elements == 0, "small messages are counted apart"
+    assert comm.traffic.control_bytes > 0
+
+
+def test_small_messages() -> None:
+    run_ranks(3, _small)
+
+
+def _one_dies(rank: int, world: int) -> str:
+    comm = connect()
+    if rank == 2:
+        os._exit(9)
+    flat = torch.zeros(3 * 1000)
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        for _ in range(3):
+            comm.gather(flat, "gather of unit blocks.0, bucket 0").wait()
+    assert time.monotonic() - started < 20
+    return str(caught.value)
+
+
+def test_a_dead_rank_is_named_with_what_it_missed() -> None:
+    found = outcomes(3, _one_dies)
+    assert not found[2][0]
+    message = next(value for value in (found[0][1], found[1][1]) if "rank 2 did not" in value)
+    assert "gather of unit blocks.0, bucket 0" in message
