@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -214,14 +215,17 @@ def _communication() -> Iterator[str]:
 # --- the evaluation's runs ------------------------------------------------------------------------
 
 
+@functools.cache
 def _cluster() -> Cluster:
     return load_cluster(ROOT / "clusters" / "dgx2-25.yaml")
 
 
+@functools.cache
 def _job(name: str) -> Job:
     return load_job(ROOT / "jobs" / "paper" / f"{name}.yaml")
 
 
+@functools.cache
 def _plan(name: str) -> Plan:
     return draft_plan(_job(name), _cluster())
 

@@ -14,8 +14,10 @@ as contract.partition does; a plain count is divided once and replicated without
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..contract.errors import UsageError
 from ..contract.partition import Layout
@@ -62,6 +64,15 @@ class Elements:
     padded: bool = False
     tensor: int = 1
 
+    @cached_property
+    def trainable_sizes(self) -> Counter[int]:
+        """A transformer's blocks are alike: each size once, with how often."""
+        return Counter(self.trainable)
+
+    @cached_property
+    def frozen_sizes(self) -> Counter[int]:
+        return Counter(self.frozen)
+
     @classmethod
     def of_count(cls, parameters: int, *, frozen: int = 0, tensor: int = 1) -> Elements:
         return cls((parameters,), (frozen,) if frozen else (), False, tensor)
@@ -82,7 +93,10 @@ def rank_bytes(zero_stage: int, elements: Elements, each: ElementBytes, ranks: i
     replicated, divided = _split(zero_stage, each)
     frozen_replicated, frozen_divided = (0, each.weights) if zero_stage >= 3 else (each.weights, 0)
     if elements.padded:
-        shard, frozen_shard = (sum(-(-n // ranks) for n in pieces) for pieces in (elements.trainable, elements.frozen))
+        shard, frozen_shard = (
+            sum(-(-n // ranks) * times for n, times in pieces.items())
+            for pieces in (elements.trainable_sizes, elements.frozen_sizes)
+        )
         whole = (replicated * shard + frozen_replicated * frozen_shard) * ranks
         return whole + divided * shard + frozen_divided * frozen_shard
     trainable, frozen = sum(elements.trainable), sum(elements.frozen)

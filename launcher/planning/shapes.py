@@ -6,7 +6,7 @@ head by vocabulary; norms, positions and the biases of the two projections back 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ..contract import partition
@@ -69,7 +69,10 @@ def _layout(
 ) -> partition.Layout:
     groups = partition.gpt_parameters(*sizes)
     if tensor > 1 or dtype != "float32":
-        groups = [(name, [replace(p, dtype=dtype, tensor_axis=_axis(p.name)) for p in row]) for name, row in groups]
+        groups = [
+            (unit, [partition.Parameter(p.name, p.shape, dtype, tensor_axis=_axis(p.name)) for p in row])
+            for unit, row in groups
+        ]
     return partition.build(groups, ranks=ranks, bucket_bytes=bucket_bytes, tensor=tensor)
 
 
@@ -78,9 +81,9 @@ def _axis(name: str) -> int | None:
 
 
 def gpt_numel(model: GptModel) -> int:
-    """Ψ: every parameter once, the tied embedding too."""
-    groups = partition.gpt_parameters(model.layers, model.hidden, model.seq_len, model.vocab)
-    return sum(p.numel for _, row in groups for p in row)
+    """Ψ: every parameter once, the tied embedding too (contract.partition.gpt_parameters, summed)."""
+    h = model.hidden
+    return 12 * model.layers * h * h + 13 * model.layers * h + (model.vocab + model.seq_len + 2) * h
 
 
 def check_tensor(job: Job, tensor: int, world_size: int) -> list[Reason]:

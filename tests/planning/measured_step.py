@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from launcher.contract.train import GPT, AdamW, Zero
+from launcher.engine.comm import Alone
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT as Model
 from launcher.engine.zero import ZeroEngine
@@ -63,7 +64,7 @@ class Storages(TorchDispatchMode):
         return result
 
 
-def measure(_rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Two steps; of the second: peaks of forward with backward and of the update, and what the engine says itself."""
     config = GPT(**case["model"])
     settings = EngineConfig(
@@ -72,7 +73,7 @@ def measure(_rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(1)
     with Storages() as storages:
         model = Model(config)
-        engine = ZeroEngine(model, settings)
+        engine = ZeroEngine(model, settings, comm=Alone() if case["world"] == 1 else None)
         found: dict[str, Any] = {}
         for _ in range(2):
             before = (engine.comm.traffic.sent_bytes, engine.comm.traffic.volume_elements)
@@ -90,4 +91,10 @@ def measure(_rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         found["sent_bytes"] = traffic.sent_bytes - before[0]
         found["volume_elements"] = traffic.volume_elements - before[1]
         found["memory"] = engine.memory()
+        found["parameters"] = sum(p.numel() for p in model.parameters())
     return found
+
+
+def measure_all(_rank: int, _world: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each case in turn; one of ``world`` 1 is a rank for itself beside the other."""
+    return [measure(case) for case in cases]
