@@ -44,6 +44,7 @@ def run(argv: List[str]) -> int:
 def claim(run_folder: RunFolder, attempt: int, job: Optional[str], restarts: int) -> int:
     """Takes ``attempt`` or the next free one for ``job``; that attempt's launch.json then names the job."""
     folder = run_folder.attempt(attempt)
+    _read(folder)  # what cannot be started is not claimed
     if _take(folder, job):
         _name_job(folder, job, restarts)
         return attempt

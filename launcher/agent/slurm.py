@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from typing import Dict, List, Optional, Sequence
@@ -51,7 +52,7 @@ def find_by_name(name: str, *, ended_too: bool) -> Optional[str]:
     """
     done = ask(["squeue", "-h", "-t", "all", "-o", "%A", "--name", name, "-u", str(os.getuid())])
     if done.returncode:
-        raise Unreachable(f"squeue: {done.stderr.strip()}")
+        raise Unreachable(f"squeue: {_plain(done.stderr)}")
     ids = sorted({int(word) for word in done.stdout.split() if word.isdigit()})
     if not ids and ended_too:
         past = ["sacct", "-X", "-n", "-P", "-o", "JobIDRaw", "--name", name, "-S", "now-90days", "-u", str(os.getuid())]
@@ -97,5 +98,5 @@ def _late(name: str) -> Optional[str]:
 
 
 def _plain(said: str) -> str:
-    lines = [line.replace("sbatch: error: ", "") for line in said.splitlines() if line.strip()]
+    lines = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in said.splitlines() if line.strip()]
     return "; ".join(lines) or "without a word"

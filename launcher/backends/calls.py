@@ -22,6 +22,8 @@ from .protocol import Submission
 T = TypeVar("T")
 R = TypeVar("R")
 
+_BARE = ("-E", "-S")  # verbs need the standard library alone, and site-packages can be slow to look through
+
 _CLASSES: Mapping[int, type[ZerunError]] = {
     Exit.USAGE: errors.UsageError,
     Exit.DOES_NOT_FIT: errors.DoesNotFit,
@@ -64,7 +66,7 @@ class Caller:
 
         Raises Unreachable, Refused, and UsageError for a path or an agent_python that does not work there.
         """
-        argv = [self.agent_python, "-c", _source()]
+        argv = [self.agent_python, *_BARE, "-c", _source()]
         request = {"runs": self.runs, "blobs": [self.runtime_name, *blobs]}
         before = time.time()
         done = transport.run(argv, stdin=json.dumps(request).encode())
@@ -110,7 +112,7 @@ class Caller:
 
     def argv(self, transport: Transport, verb: str) -> list[str]:
         runs = self.ready(transport)
-        return [self.agent_python, str(blob(runs, self.runtime[0], ".zip")), verb]
+        return [self.agent_python, *_BARE, str(blob(runs, self.runtime[0], ".zip")), verb]
 
     def call(
         self, transport: Transport, verb: str, request: Mapping[str, Any], *, timeout_s: float = 60.0

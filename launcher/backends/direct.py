@@ -76,11 +76,11 @@ class DirectBackend:
         unknown = sorted(set(names) - set(self._nodes))
         if unknown:
             raise UsageError(f"cluster {self._cluster.name} has no node {unknown[0]!r}")
-        self._install(submission, names)
         run_dir = submission.launch.run_dir
         request = {"run_dir": run_dir, "attempt": submission.attempt}
         begun: list[str] = []
         try:
+            self._install(submission, names)
             first = self._start(names[0], {**request, "node": names[0]}, begun)
             meeting = first["announcement"]
             rest = side_by_side(
@@ -92,7 +92,11 @@ class DirectBackend:
             if problem is not None:
                 raise problem
         except ZerunError as problem:
-            self._undo(request, begun, problem)
+            # Refused by the first node: the attempt had run before, and what is there is not ours to end.
+            if not (isinstance(problem, Refused) and len(begun) == 1):
+                # Secrets went to every node that keeps its own files, begun or not: stop deletes them.
+                apart = bool(submission.secrets) and not self._cluster.paths.shared
+                self._undo(request, names if apart else begun, begun, problem)
             raise
         agents = {names[0]: first["pid"], **{node: answer["pid"] for node, answer, _ in rest if answer is not None}}
         return Handle("direct", {"agents": agents, "name": submission.name, "run_dir": run_dir})
@@ -117,11 +121,11 @@ class DirectBackend:
         begun.append(node)  # also when the answer gets lost: an agent may be there
         return self._caller.call(self._at(node), "start", request, timeout_s=90.0)
 
-    def _undo(self, request: Mapping[str, Any], begun: Sequence[str], problem: ZerunError) -> None:
-        if isinstance(problem, Refused):
-            return  # the attempt had run before: what is there is not ours to end
-        stopped = side_by_side(lambda n: self._stop(n, request), list(begun), self._cluster.ssh.connections)
-        left = [node for node, _, trouble in stopped if isinstance(trouble, (Unreachable, NoSpace))]
+    def _undo(
+        self, request: Mapping[str, Any], nodes: Sequence[str], begun: Sequence[str], problem: ZerunError
+    ) -> None:
+        stopped = side_by_side(lambda n: self._stop(n, request), list(nodes), self._cluster.ssh.connections)
+        left = [n for n, _, trouble in stopped if n in begun and isinstance(trouble, (Unreachable, NoSpace))]
         if left:
             problem.hint = f"{problem.hint + '; ' if problem.hint else ''}agents may be left on {', '.join(left)}"
 

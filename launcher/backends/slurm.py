@@ -141,10 +141,9 @@ class SlurmBackend:
         done = self._slurm("scancel", job)
         if done.returncode and b"Invalid job id" not in done.stderr and b"already complet" not in done.stderr.lower():
             raise Unreachable(f"{self._login.name}: scancel {job}: {_words(done.stderr)}")
-        secrets = handle.data.get("secrets_file")
-        if secrets:
-            # A job that never started has no agent to delete them.
-            self._login.run(["rm", "-f", "--", str(secrets)])
+        # A job that never started has no agent to delete them. An adopted one does not say where they are.
+        secrets = handle.data.get("secrets_file") or f"{self._caller.ready(self._login)}/.secrets/{run}.json"
+        self._login.run(["rm", "-f", "--", str(secrets)])
         end, pause = time.monotonic() + _GONE_S, 0.2
         while True:
             poll = self.poll([handle])[0]

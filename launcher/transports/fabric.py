@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _SESSIONS = 8  # at once on one connection: sshd's MaxSessions is 10 unless changed
 _TRIES = 4  # a default sshd drops logins when ten others are under way (MaxStartups)
+_DOWN_S = 5.0  # who just did not answer is not asked again at once: one command asks a machine several things
 _CHUNK = 65536
 
 
@@ -52,6 +53,7 @@ class FabricTransport:
         self._sessions = threading.BoundedSemaphore(_SESSIONS)
         self._connection: fabric.Connection | None = None
         self._rsync_works: bool | None = None
+        self._down: tuple[float, Unreachable] | None = None
 
     # --- connecting -------------------------------------------------------------------------------
 
@@ -63,20 +65,28 @@ class FabricTransport:
             if self._connection is not None:
                 self._drop(self._connection)
                 self._connection = None
+            if self._down is not None and time.monotonic() - self._down[0] < _DOWN_S:
+                raise Unreachable(self._down[1].message, hint=self._down[1].hint)
             if self._settings is None:
                 self._target, self._settings = resolve(self._target)
-            for attempt in range(_TRIES):
-                try:
-                    self._connection = self._open(self._settings)
-                    return self._connection
-                except Shed as shed:
-                    if attempt == _TRIES - 1:
-                        raise Unreachable(
-                            f"{self.name}: {shed}",
-                            hint="its sshd may shed load (MaxStartups), or something else answers on that port",
-                        ) from shed
-                    time.sleep((0.3 * 2**attempt) * (0.5 + random.random()))
-            raise AssertionError("unreachable")
+            try:
+                self._connection = self._try(self._settings)
+            except Unreachable as problem:
+                self._down = (time.monotonic(), problem)
+                raise
+            return self._connection
+
+    def _try(self, settings: SshSettings) -> fabric.Connection:
+        for attempt in range(_TRIES):
+            try:
+                return self._open(settings)
+            except Shed as shed:
+                told = str(shed)
+            time.sleep((0.3 * 2**attempt) * (0.5 + random.random()))
+        raise Unreachable(
+            f"{self.name}: {told}",
+            hint="its sshd may shed load (MaxStartups), or something else answers on that port",
+        )
 
     def _open(self, settings: SshSettings) -> fabric.Connection:
         import fabric

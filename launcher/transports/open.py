@@ -20,22 +20,31 @@ class Connector:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._lock = threading.Lock()
-        self._gateways: dict[str, FabricTransport] = {}
+        self._lock = threading.Lock()  # guards the maps, and is never held while a process or a machine is asked
+        self._making: dict[str | None, threading.Lock] = {}
         self._opened: dict[str | None, Transport] = {}
+        self._gateway_lock = threading.RLock()  # a jump host is made once, whoever comes first
+        self._gateways: dict[str, FabricTransport] = {}
 
     def transport(self, node: str | None = None) -> Transport:
         """``node`` of a direct cluster (None: its first); the login side of a Slurm cluster (None).
 
         Connects on first use only. Raises UsageError for an unknown node, Refused for an unsafe name.
+        Called from several threads, it asks OpenSSH about that many nodes side by side.
         """
         with self._lock:
-            if node not in self._opened:
-                self._opened[node] = self._make(node)
-            return self._opened[node]
+            making = self._making.setdefault(node, threading.Lock())
+        with making:
+            with self._lock:
+                found = self._opened.get(node)
+            if found is None:
+                found = self._make(node)
+                with self._lock:
+                    self._opened[node] = found
+            return found
 
     def close(self) -> None:
-        with self._lock:
+        with self._gateway_lock, self._lock:
             for transport in [*self._opened.values(), *reversed(self._gateways.values())]:
                 transport.close()
             self._opened.clear()
@@ -78,16 +87,17 @@ class Connector:
     def _gateway(self, target: SshTarget, jump: str) -> FabricTransport:
         from .fabric import FabricTransport
 
-        if jump not in self._gateways:
-            previous: FabricTransport | None = None
-            for hop in hops(target, jump):
-                hop_target, settings = resolve(hop)
-                if previous is None and settings.jump and settings.jump != jump:
-                    previous = self._gateway(hop_target, settings.jump)
-                previous = FabricTransport(hop.host, hop_target, settings=settings, gateway=previous)
-            assert previous is not None
-            self._gateways[jump] = previous
-        return self._gateways[jump]
+        with self._gateway_lock:
+            if jump not in self._gateways:
+                previous: FabricTransport | None = None
+                for hop in hops(target, jump):
+                    hop_target, settings = resolve(hop)
+                    if previous is None and settings.jump and settings.jump != jump:
+                        previous = self._gateway(hop_target, settings.jump)
+                    previous = FabricTransport(hop.host, hop_target, settings=settings, gateway=previous)
+                assert previous is not None
+                self._gateways[jump] = previous
+            return self._gateways[jump]
 
 
 def connect(cluster: Cluster, node: str | None = None) -> Transport:

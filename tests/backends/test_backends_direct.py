@@ -179,7 +179,8 @@ def test_a_node_that_is_off(apart: Backend, testbed: Testbed, tmp_path: Path, wa
     finally:
         testbed.start("node03")
         testbed.exec("login", ["scontrol", "update", "NodeName=node03", "State=RESUME"], user=None, check=False)
-    assert apart.poll([handle])[0].state == "ended"  # it answered again: nothing of it survived the power cut
+    # It answers again, and nothing of the run survived the power cut.
+    wait_until(lambda: ended(apart, handle), 20, "it is still not known to have ended")
 
 
 def test_nothing_is_begun_twice_after_its_end(direct: Backend, wait_until: Wait) -> None:

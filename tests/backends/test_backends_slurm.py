@@ -6,6 +6,8 @@ import base64
 import concurrent.futures
 import dataclasses
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,7 @@ def test_claim_is_taken_once_and_a_requeue_gets_the_next(slurm: Backend, testbed
     here = testbed.home() / "zerun runs/trainer" / made.run
     wait_until(lambda: (here / "again").exists(), 30, "the job did not start")
     job = handle.data["job"]
+    time.sleep(4.0)  # a node takes no job back within the second in which it killed it
 
     def release() -> bool:  # a requeued job would wait two minutes by itself
         testbed.exec("login", ["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
@@ -293,3 +296,28 @@ def test_check_says_what_a_job_would_meet(slurm: Backend, testbed: Testbed, node
     assert login.ok and login.facts["torch"] and abs(login.facts["clock_offset_s"]) < 1.0
     assert not partition.ok and "DOWN" in partition.problems[0]
     assert not trial.ok and "Invalid account" in trial.problems[0]
+
+
+ON_THE_LOGIN_NODE = """
+import sys
+from pathlib import Path
+from backend_kit import RUNTIME, runtime, submission
+from launcher import backends
+from launcher.specs import cluster_from_plain
+
+keys = {"name": "here", "backend": "slurm", "nodes": {"slots": 1}, "agent_python": "/usr/bin/python3"}
+backend = backends.open(cluster_from_plain({**keys, "paths": {"runs": "/home/root runs"}}), runtime(), Path("/x"))
+made = submission(backend.places()[0].runs, "sleep 60")
+handle = backend.submit(made)
+assert backend.submit(made) == handle
+print(backend.places()[0].transport.name, backend.poll([handle])[0].state)
+backend.cancel(handle, made.run, 1)
+print(backend.poll([handle])[0].word)
+"""
+
+
+def test_on_the_login_node_itself(testbed: Testbed, project: Path) -> None:
+    path = f"PYTHONPATH={project}:{project}/tests:{project}/tests/backends"
+    argv = ["env", path, "SLURM_JOB_ID=77", "SBATCH_PARTITION=closed", sys.executable, "-c", ON_THE_LOGIN_NODE]
+    said = testbed.exec("login", argv, user=None).stdout.decode().splitlines()
+    assert said[0].startswith("this machine ") and said[1] == "CANCELLED"
