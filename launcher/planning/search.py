@@ -52,7 +52,7 @@ def search(job: Job, cluster: Cluster) -> Searched:
     if own.state.device_bytes is None:
         raise UsageError(f"cluster {cluster.name} has no device memory", hint="write device: {memory: …} into it")
     found, planned, unsure = [], 0, 0
-    for changed, recompute in _candidates(job, own):
+    for changed in _candidates(job, own):
         try:
             plan = draft_plan(changed, cluster)
         except CannotPlan:
@@ -60,12 +60,12 @@ def search(job: Job, cluster: Cluster) -> Searched:
         planned += 1
         unsure += plan.judgement.verdict == "cannot be said"
         if plan.judgement.verdict == "fits":
-            found.append(_found(plan, recompute, job))
+            found.append(_found(plan, changed, job))
     found.sort(key=_order)
     return Searched(own.global_batch, tuple(found), planned, unsure)
 
 
-def _candidates(job: Job, own: Plan) -> Iterator[tuple[Job, str]]:
+def _candidates(job: Job, own: Plan) -> Iterator[Job]:
     assert own.global_batch is not None
     for tensor in sorted({1, own.topology.tensor}):
         data_parallel, rest = divmod(own.topology.world_size, tensor)
@@ -78,10 +78,10 @@ def _candidates(job: Job, own: Plan) -> Iterator[tuple[Job, str]]:
                 with_batch = with_micro(job, micro, own.global_batch, share // micro)
                 cut = with_tensor(with_recompute(with_batch, recompute), tensor)
                 for stage in range(4):
-                    yield with_stage(cut, stage), recompute if isinstance(recompute, str) else str(list(recompute))
+                    yield with_stage(cut, stage)
 
 
-def _found(plan: Plan, recompute: str, job: Job) -> Found:
+def _found(plan: Plan, changed: Job, job: Job) -> Found:
     assert plan.train is not None and plan.bounds is not None and plan.judgement.needs_bytes is not None
     batch = plan.train.batch
     sets = [f"zero.stage={plan.train.zero.stage}", f"batch.micro={batch.micro}"]
@@ -89,8 +89,11 @@ def _found(plan: Plan, recompute: str, job: Job) -> Found:
         sets.append(f"batch.accumulation={batch.accumulation}")
     if plan.topology.tensor != job.parallel.tensor:
         sets.append(f"parallel.tensor={plan.topology.tensor}")
-    if recompute != job.recompute:
+    recompute = _recompute_text(changed.recompute)
+    if changed.recompute != job.recompute:
         sets.append(f"recompute={recompute}")
+    if changed.activations != job.activations:
+        sets.append(f"activations={changed.activations}")
     return Found(
         zero_stage=plan.train.zero.stage,
         tensor=plan.topology.tensor,
@@ -104,6 +107,10 @@ def _found(plan: Plan, recompute: str, job: Job) -> Found:
         not_built=plan.not_built,
         sets=tuple(sets),
     )
+
+
+def _recompute_text(recompute: str | tuple[int, ...]) -> str:
+    return recompute if isinstance(recompute, str) else f"[{','.join(map(str, recompute))}]"
 
 
 def _order(one: Found) -> tuple[float, int, int, int]:
