@@ -74,15 +74,12 @@ def _count(number: int, noun: str) -> str:
 def _state_lines(state: StatePlan, ranks: int) -> list[str]:
     device = _size(state.device_bytes) if state.device_bytes is not None else "not described"
     head = ("zero_stage", "parameters", "gradients", "optimizer", "a rank", "all ranks", "floor", "fits", "largest")
-    rows = [
-        _stage_row(s, s.zero_stage == state.chosen, state.largest[s.zero_stage] if state.largest else None)
-        for s in state.stages
-    ]
+    rows = [_stage_row(s, state, state.largest[s.zero_stage] if state.largest else None) for s in state.stages]
     title = f"state memory of {state.parameters:,} parameters on {_count(ranks, 'rank')}; device: {device}"
     return [title, *show.columns(head, rows, right=(*range(1, 7), 8))]
 
 
-def _stage_row(stage: StageMemory, chosen: bool, largest: int | None) -> tuple[str, ...]:
+def _stage_row(stage: StageMemory, state: StatePlan, largest: int | None) -> tuple[str, ...]:
     if stage.fits is None:
         fits = "?"
     elif stage.fits:
@@ -90,11 +87,16 @@ def _stage_row(stage: StageMemory, chosen: bool, largest: int | None) -> tuple[s
     elif stage.smallest_ranks_that_fit is not None:
         fits = f"no, from {stage.smallest_ranks_that_fit} ranks"
     else:
-        fits = "on no number of ranks"
+        fits = f"never: the floor {_size(stage.floor_bytes)} is above the {_size(state.device_bytes)}"
     sizes = (stage.parameters_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.total_bytes)
     cells = [_size(n) for n in (*sizes, stage.all_ranks_bytes, stage.floor_bytes)]
     most = "-" if largest is None else f"{largest:,}"
-    return (f"{stage.zero_stage} (chosen)" if chosen else str(stage.zero_stage), *cells, fits, most)
+    return (
+        f"{stage.zero_stage} (chosen)" if stage.zero_stage == state.chosen else str(stage.zero_stage),
+        *cells,
+        fits,
+        most,
+    )
 
 
 def count_lines(count: Count, state: StatePlan) -> list[str]:

@@ -1,11 +1,25 @@
-"""Job on cluster → Plan: nodes, training configuration, memory, fit. Pure: no clock, no I/O, no torch."""
+"""Job on cluster → Plan: nodes, training configuration, memory, communication, fit. Pure: no clock, no I/O, no torch."""
 
 from __future__ import annotations
 
 from .batch import replan
 from .launch import job_name, launch_spec
-from .make import check_engine, make_plan
+from .make import check_engine, job_table, make_plan
 from .memory import plan_parameters
 from .reasons import CannotPlan, Reason
+from .search import search
+from .told import told_plan
 
-__all__ = ["CannotPlan", "Reason", "check_engine", "job_name", "launch_spec", "make_plan", "plan_parameters", "replan"]
+__all__ = [
+    "CannotPlan",
+    "Reason",
+    "check_engine",
+    "job_name",
+    "job_table",
+    "launch_spec",
+    "make_plan",
+    "plan_parameters",
+    "replan",
+    "search",
+    "told_plan",
+]

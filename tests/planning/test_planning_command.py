@@ -56,6 +56,12 @@ def test_a_count_without_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["device_bytes"] == 32 * 10**9
 
 
+def test_a_floor_above_the_device_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = told(capsys, "--parameters", "7B", "--ranks", "64", "--device-memory", "12GB")
+    stage_2 = next(line for line in out.splitlines() if line.startswith("2 "))
+    assert "never: the floor 14 GB is above the 12 GB" in stage_2
+
+
 @pytest.mark.parametrize(
     ("options", "each"),
     [
@@ -140,6 +146,26 @@ def test_a_search_and_a_table_of_a_job(capsys: pytest.CaptureFixture[str]) -> No
     assert [row["ranks"] for row in found["table"]] == [1, 4, 16, 64, 128, 256, 1024]
     out, _ = told(capsys, *paper, "--search")
     assert "lower bounds, not predictions" in out and "--set zero.stage=" in out
+
+
+def test_a_program_is_planned_without_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("name: own\nprogram: {argv: [python, train.py]}\n")
+    found = answer(capsys, str(own), "--cluster", LAPTOP)
+    assert found["verdict"] == "cannot be said" and "a program of the user's own" in found["because"]
+    assert found["stages"] == [] and found["step"] == [] and found["sent_bytes_per_step"] is None
+    _, error = told(capsys, str(own), "--cluster", LAPTOP, "--table", code=2)
+    assert "needs a model whose parameters are counted here" in error
+    _, error = told(capsys, QUICK, "--cluster", LAPTOP, "--search", code=2)
+    assert "has no device memory" in error
+
+
+def test_thousands_of_ranks_are_planned_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = ["--set", "cluster.nodes.names=dgx[001-256]", "--set", "nodes=256", "--set", "batch.global=4096"]
+    wide += ["--set", "batch.micro=16", "--set", "zero.stage=3"]
+    found = answer(capsys, str(ROOT / "jobs/paper/memory-100b-c4.yaml"), "--cluster", DGX, *wide)
+    assert found["ranks"] == 4096 and found["verdict"] == "fits"
+    assert {line["what"] for line in found["step"]} >= {"gathered parameters", "stored for recomputation"}
 
 
 def test_a_global_batch_that_no_ranks_make(capsys: pytest.CaptureFixture[str]) -> None:
