@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,34 @@ __all__ = ["plan_lines", "plan_verb", "refuse_if_too_large"]
 _SCALES = {"k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
+Table = Annotated[bool, typer.Option("--table", help="State of every ZeRO stage at many world sizes.")]
+Search = Annotated[
+    bool,
+    typer.Option("--search", help="Every stage, micro-batch and recomputation that fits, by lower-bound step time."),
+]
+Parameters = Annotated[str | None, typer.Option("--parameters", metavar="N", help="Without a job: 7.5e9, 7.5B, 1T.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks in all, with --parameters.")]
+Tensor = Annotated[
+    int | None, typer.Option("--tensor", metavar="T", min=1, help="Tensor-parallel degree, with --parameters.")
+]
+Precision = Annotated[
+    str | None, typer.Option("--precision", metavar="P", help="bf16 (default), fp16 or fp32, with --parameters.")
+]
+GradientDtype = Annotated[
+    str | None,
+    typer.Option("--gradient-dtype", metavar="P", help="Of gradients, with --parameters. Default: the precision."),
+]
+Optimizer = Annotated[
+    str | None, typer.Option("--optimizer", metavar="O", help="adamw (default), momentum or sgd, with --parameters.")
+]
+Frozen = Annotated[
+    str | None, typer.Option("--frozen", metavar="N", help="Parameters that are not trained, beside --parameters.")
+]
+DeviceMemory = Annotated[
+    str | None, typer.Option("--device-memory", metavar="BYTES", help="32GB, 80GiB, with --parameters.")
+]
+
+
 def plan_verb(
     job: Annotated[
         Path | None, typer.Argument(metavar="[JOB]", help="The job's YAML file; or give --parameters and --ranks.")
@@ -29,46 +57,24 @@ def plan_verb(
     cluster: options.Cluster = None,
     sets: options.Sets = None,
     as_json: options.Json = False,
-    table: Annotated[bool, typer.Option("--table", help="State of every ZeRO stage at many world sizes.")] = False,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search", help="Every stage, micro-batch and recomputation that fits, by lower-bound step time."
-        ),
-    ] = False,
-    parameters: Annotated[
-        str | None, typer.Option("--parameters", metavar="N", help="Without a job: 7.5e9, 7.5B, 1T.")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks in all, with --parameters.")
-    ] = None,
-    tensor: Annotated[
-        int | None, typer.Option("--tensor", metavar="T", min=1, help="Tensor-parallel degree, with --parameters.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", metavar="P", help="bf16 (default), fp16 or fp32, with --parameters.")
-    ] = None,
-    gradient_dtype: Annotated[
-        str | None,
-        typer.Option("--gradient-dtype", metavar="P", help="Of gradients, with --parameters. Default: the precision."),
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option("--optimizer", metavar="O", help="adamw (default), momentum or sgd, with --parameters."),
-    ] = None,
-    frozen: Annotated[
-        str | None, typer.Option("--frozen", metavar="N", help="Parameters that are not trained, beside --parameters.")
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option("--device-memory", metavar="BYTES", help="32GB, 80GiB, with --parameters.")
-    ] = None,
+    table: Table = False,
+    search: Search = False,
+    parameters: Parameters = None,
+    ranks: Ranks = None,
+    tensor: Tensor = None,
+    precision: Precision = None,
+    gradient_dtype: GradientDtype = None,
+    optimizer: Optimizer = None,
+    frozen: Frozen = None,
+    device_memory: DeviceMemory = None,
 ) -> None:
     """Says what a job on a cluster comes to: state memory, the whole step, communication, bounds, and whether it fits.
 
     Starts nothing, connects to nothing and needs no torch. Exit 3 when it does not fit. Without a job,
     --parameters and --ranks give the state memory of every ZeRO stage.
     """
-    alone = {
+    alone: dict[str, str | int | None] = {
+        "--parameters": parameters,
         "--ranks": ranks,
         "--tensor": tensor,
         "--precision": precision,
@@ -77,34 +83,36 @@ def plan_verb(
         "--frozen": frozen,
         "--device-memory": device_memory,
     }
-    given = [name for name, value in alone.items() if value is not None]
-    if job is None and parameters is None:
-        raise UsageError("plan what? a JOB, or --parameters N --ranks N", hint="zerun plan --help")
+    given = {name: value for name, value in alone.items() if value is not None}
     if job is not None:
-        if parameters is not None or given:
-            wrong = "--parameters" if parameters is not None else given[0]
-            raise UsageError(
-                f"{wrong} goes without a job",
-                hint="with one, say it by --set: zero.stage=3, cluster.device.memory=80GiB",
-            )
+        if given:
+            hint = "with one, say it by --set: zero.stage=3, cluster.device.memory=80GiB"
+            raise UsageError(f"{next(iter(given))} goes without a job", hint=hint)
         _plan_job(job, cluster, sets or [], as_json=as_json, table=table, search=search)
         return
+    if parameters is None:
+        raise UsageError("plan what? a JOB, or --parameters N --ranks N", hint="zerun plan --help")
     if cluster is not None or sets or search:
         raise UsageError("--cluster, --set and --search need a job", hint="or leave them out beside --parameters")
-    from ..planning.memory import Count
-
     if ranks is None and not table:
         raise UsageError("--parameters needs --ranks too", hint="--ranks 64, or --table for many numbers of ranks")
-    count = Count(
-        parameters=_count(parameters or "", "--parameters"),
-        frozen=_count(frozen, "--frozen") if frozen is not None else 0,
-        ranks=ranks or tensor or 1,
-        tensor=tensor or 1,
-        precision=precision or "bf16",
-        gradient_dtype=gradient_dtype,
-        optimizer=optimizer or "adamw",
+    _plan_count(_count_of(given), _bytes(device_memory), as_json=as_json, table=table)
+
+
+def _count_of(given: Mapping[str, str | int]) -> Count:
+    from ..planning.memory import Count
+
+    tensor = int(given.get("--tensor", 1))
+    dtype = given.get("--gradient-dtype")
+    return Count(
+        parameters=_count(str(given["--parameters"]), "--parameters"),
+        frozen=_count(str(given.get("--frozen", 0)), "--frozen"),
+        ranks=int(given.get("--ranks", tensor)),
+        tensor=tensor,
+        precision=str(given.get("--precision", "bf16")),
+        gradient_dtype=None if dtype is None else str(dtype),
+        optimizer=str(given.get("--optimizer", "adamw")),
     )
-    _plan_count(count, _bytes(device_memory), as_json=as_json, table=table)
 
 
 def _plan_job(job: Path, cluster: str | None, sets: Sequence[str], *, as_json: bool, table: bool, search: bool) -> None:

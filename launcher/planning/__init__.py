@@ -1,4 +1,4 @@
-"""Job on cluster → Plan: nodes, training configuration, memory, communication, fit. Pure: no clock, no I/O, no torch."""
+"""Job on cluster → Plan: nodes, training configuration, memory, communication, fit. No clock, no I/O, no torch."""
 
 from __future__ import annotations
 
