@@ -135,15 +135,20 @@ class App:
 
     # --- submit -----------------------------------------------------------------------------------
 
-    def submit(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> Submitted:
-        """Ships, submits, and returns once the cluster has the job. Raises DoesNotFit before anything is sent."""
+    def submit(
+        self, job: Path, cluster: str | None = None, sets: Sequence[str] = (), *, force: bool = False
+    ) -> Submitted:
+        """Ships, submits, and returns once the cluster has the job.
+
+        Raises DoesNotFit before anything is sent, unless ``force``.
+        """
         from . import specs
         from .planning import check_engine, make_plan
 
         loaded_job, loaded_cluster = self.describe(job, cluster, sets)
         plan = make_plan(loaded_job, loaded_cluster)
         check_engine(plan)
-        refuse_what_cannot_fit(plan)
+        refuse_what_cannot_fit(plan, force=force)
         secret_values = read_secrets(loaded_job.secrets)
         code = self._code(job.resolve().parent, loaded_job)
         backend = self._open(loaded_cluster, runtime_bundle())
@@ -552,9 +557,17 @@ def read_secrets(names: Sequence[str]) -> dict[str, str]:
     return {n: os.environ[n] for n in names}
 
 
-def refuse_what_cannot_fit(plan: Plan) -> None:
+def refuse_what_cannot_fit(plan: Plan, *, force: bool = False) -> None:
+    """Raises DoesNotFit, before anything is sent, for a state or a whole step above the device."""
+    if force:
+        return
     if plan.state.verdict == "does not fit":
         raise DoesNotFit(plan.state.because, hint="zerun plan shows every stage's state memory")
+    if plan.judgement.verdict == "does not fit":
+        best = " ".join(f"--set {assignment}" for assignment in plan.judgement.best)
+        raise DoesNotFit(
+            plan.judgement.because, hint=f"{best} would fit" if best else "zerun plan shows every line; --force submits"
+        )
 
 
 def refuse_to_resume(state: RunState, *, again: bool) -> None:

@@ -27,6 +27,7 @@ def submit_verb(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prints the script that would be submitted, and the plan (stderr).")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Submits even what the plan says does not fit.")] = False,
     templates: options.Templates = None,
 ) -> None:
     """Submits a job and prints the run's id, alone, on stdout.
@@ -35,9 +36,9 @@ def submit_verb(
     """
     app = options.open_app(templates)
     if dry_run:
-        _dry_run(app, job, cluster, sets or [])
+        _dry_run(app, job, cluster, sets or [], force)
         return
-    submitted = app.submit(job, cluster, sets or [])
+    submitted = app.submit(job, cluster, sets or [], force=force)
     _announce(submitted, follow)
     if follow:
         _follow_and_exit(app, submitted.run)
@@ -53,14 +54,15 @@ def _announce(submitted: Submitted, follow: bool) -> None:
         show.note(f"submitted; look with: zerun status {submitted.run}    zerun logs {submitted.run} -f")
 
 
-def _dry_run(app: App, job: Path, cluster: str | None, sets: list[str]) -> None:
+def _dry_run(app: App, job: Path, cluster: str | None, sets: list[str], force: bool) -> None:
     """The script on stdout, byte for byte what render prints; the plan beside it on stderr."""
     from .plan import plan_lines, refuse_if_too_large
 
     prepared = app.prepare(job, cluster, sets)
     for line in (*plan_lines(prepared.plan), "", *prepared.notes):
         show.note(line)
-    refuse_if_too_large(prepared.plan)
+    if not force:
+        refuse_if_too_large(prepared.plan)
     show.data_bytes(prepared.script)
     show.note("nothing was submitted (--dry-run)")
 
