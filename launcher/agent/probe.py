@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
-from . import state
+from .space import free_bytes
 
 _LIMIT_S = 40.0
 # Runs in the ranks' Python, whatever its version: looks for modules without importing them.
@@ -33,8 +33,10 @@ def probe(request: Dict[str, Any]) -> Dict[str, Any]:
     """``{python, modules, resolve, path, setup?}`` → facts.
 
     ``python_problem`` is a sentence when the ranks' Python did not answer; ``unresolved`` lists names that
-    this machine does not know; ``gpus`` is null where there is no nvidia-smi.
+    this machine does not know; ``gpus`` is null where there is no nvidia-smi; ``began`` and ``now`` are this
+    machine's clock at the first and the last moment of the answer.
     """
+    began = time.time()
     facts = _python(str(request["python"]), [str(m) for m in request["modules"]], str(request.get("setup") or ""))
     facts.update(
         host=os.uname().nodename,
@@ -42,9 +44,10 @@ def probe(request: Dict[str, Any]) -> Dict[str, Any]:
         cores=_cores(),
         memory_bytes=_memory_bytes(),
         gpus=_gpus(),
-        free_bytes=state.free_bytes(str(request["path"])),
+        free_bytes=free_bytes(str(request["path"])),
         writable=_writable(str(request["path"])),
         unresolved=[str(n) for n in request["resolve"] if not _resolves(str(n))],
+        began=began,
         now=time.time(),
     )
     return facts

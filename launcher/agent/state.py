@@ -14,6 +14,7 @@ from ..contract.errors import UsageError
 from ..contract.holdings import attempt_numbers, checkpoints_here, names_in, read_json
 from ..contract.plain import PlainError, from_plain
 from ..contract.records import Announcement, NodeRecord, Outcome
+from .space import free_bytes
 from .tail_files import is_alive
 
 __all__ = ["checkpoints_here", "state"]
@@ -34,17 +35,6 @@ def state(request: Dict[str, Any]) -> Dict[str, Any]:
         raise UsageError(f"state: the request cannot be read: {problem!r}") from problem
     runs = {folder: run_state(folder, attempt) for folder in folders}
     return {"now": time.time(), "runs": runs, "free_bytes": free_bytes(folders[0]) if folders else None}
-
-
-def free_bytes(folder: str) -> Optional[int]:
-    """Bytes that this user may still write where ``folder`` lies, or will lie."""
-    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
-        folder = os.path.dirname(folder)
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
 
 
 def run_state(folder: str, only: Optional[int] = None) -> Dict[str, Any]:
