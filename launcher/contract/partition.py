@@ -221,6 +221,11 @@ def build(
     return Layout(ranks, tensor, tuple(units))
 
 
+def stored_dtype(dtype: str) -> str:
+    """The dtype of the optimizer's state and of what checkpoints hold: fp32 for parameters in 16 bits."""
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
+
+
 class StateBytes(NamedTuple):
     """Bytes of model state on one rank, in closed form; padding included."""
 
@@ -238,20 +243,23 @@ def state_bytes(
 ) -> StateBytes:
     """What ``ZeroEngine.memory()`` must show for ``layout`` at a ZeRO stage, to the byte.
 
-    ``gradient_bytes`` is the item size of the accumulated gradient (default: the parameter's own);
-    ``moments`` counts the optimizer's tensors of a parameter's shape. ``whole`` says that gradients are
+    ``gradient_bytes`` is the item size of the accumulated gradient (default: 4, or 8 for a float64 model);
+    ``moments`` counts the optimizer's tensors of a parameter's shape; parameters in 16 bits have an fp32
+    master beside them. ``whole`` says that gradients are
     kept whole between the micro-steps (``reduce_every: step``), which stages 2 and 3 pay with memory.
     Frozen parameters have neither gradient nor optimizer state. On one rank nothing is partitioned.
     """
     sharded = layout.ranks > 1
     parameters = gradients = optimizer = 0
     for unit in layout.units:
-        item = ITEM_BYTES[unit.dtype]
-        parameters += item * (unit.shard_numel if sharded and zero_stage >= 3 else unit.padded)
+        full = ITEM_BYTES[stored_dtype(unit.dtype)]
+        parameters += ITEM_BYTES[unit.dtype] * (unit.shard_numel if sharded and zero_stage >= 3 else unit.padded)
         if unit.trainable:
             whole_gradient = not sharded or zero_stage < 2 or whole
-            gradients += (gradient_bytes or item) * (unit.padded if whole_gradient else unit.shard_numel)
-            optimizer += moments * item * (unit.shard_numel if sharded and zero_stage >= 1 else unit.padded)
+            gradients += (gradient_bytes or full) * (unit.padded if whole_gradient else unit.shard_numel)
+            master = int(stored_dtype(unit.dtype) != unit.dtype)
+            updated = unit.shard_numel if sharded and zero_stage >= 1 else unit.padded
+            optimizer += (moments + master) * full * updated
     return StateBytes(parameters, gradients, optimizer)
 
 
@@ -311,7 +319,7 @@ def check_same_parameters(old: Layout, new: Layout) -> None:
             raise ValueError(f"parameter {name} is not in the checkpoint")
         if other.shape != parameter.shape:
             raise ValueError(f"parameter {name}: shape {other.shape} in the checkpoint, {parameter.shape} in the model")
-        if other.dtype != parameter.dtype:
+        if stored_dtype(other.dtype) != stored_dtype(parameter.dtype):
             raise ValueError(f"parameter {name}: {other.dtype} in the checkpoint, {parameter.dtype} in the model")
     for name in old.by_name:
         if name not in new.by_name:

@@ -83,7 +83,11 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
             seed=about.seed,
             layout=engine.layout,
             shards=tuple(from_plain(ShardFile, r["shard"]) for r in rows),
-            scalars={"optimizer_updates": engine.optimizer.updates},
+            scalars={
+                "optimizer_updates": engine.optimizer.updates,
+                "loss_scale": engine.loss_scale.value,
+                "loss_scale_good_steps": engine.loss_scale.good_steps,
+            },
             buffers=tuple(name for name, _ in _buffers(engine.model)),
             model=about.model,
             data_state=about.data_state,
@@ -99,7 +103,9 @@ def _entries(engine: ZeroEngine) -> list[shardfile.Entry]:
     entries = []
     for flat in engine.units:
         numel = (flat.unit.shard_numel,)
-        entries.append(shardfile.Entry(f"{flat.unit.name}/{PARAMETERS}", tuple(flat.own_parameters()), numel))
+        # Frozen 16-bit parameters have no master: what is stored is what a master would be.
+        own = tuple(t.to(flat.state_dtype) for t in flat.own_parameters())
+        entries.append(shardfile.Entry(f"{flat.unit.name}/{PARAMETERS}", own, numel))
         for index, name in enumerate(engine.optimizer.MOMENTS if flat.moments else ()):
             entries.append(shardfile.Entry(f"{flat.unit.name}/{name}", tuple(flat.own_moments(index)), numel))
     if engine.comm.rank == 0:
@@ -157,6 +163,11 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
         raise VerificationFailed(f"rank {other} reads another manifest in {target} than rank 0")
     _read_shards(engine, target, manifest)
     engine.optimizer.updates = int(manifest.scalars.get("optimizer_updates", 0))
+    if engine.loss_scale.adapts and manifest.scalars.get("loss_scale", 1.0) != 1.0:
+        engine.loss_scale.value = float(manifest.scalars["loss_scale"])
+        engine.loss_scale.good_steps = int(manifest.scalars["loss_scale_good_steps"])
+    for flat in engine.units:
+        flat.master_to_parameters()
     if engine.stage.shards_optimizer and not engine.stage.shards_parameters:
         for flat in engine.units:
             flat.gather_updated()
@@ -194,14 +205,13 @@ def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
         if rank not in shards:
             raise VerificationFailed(f"{target}: the manifest names no shard of rank {rank}")
         with shardfile.Reader(target, shards[rank]) as reader:
-            rows = [(reader.offset(n) + at * t.element_size(), t) for n, at, t in wanted.get(rank, [])]
-            for start, tensor in sorted(rows, key=lambda row: row[0]):
-                reader.into(start, tensor)
+            for name, at, tensor in sorted(wanted.get(rank, []), key=lambda row: (reader.offset(row[0]), row[1])):
+                reader.into(name, at, tensor)
             if rank == 0:
                 for name, buffer in buffers.items():
                     if name not in manifest.buffers:
                         raise UsageError(f"{target}: buffer {name} is not in the checkpoint")
-                    reader.into(reader.offset(f"buffer/{name}"), buffer)
+                    reader.into(f"buffer/{name}", 0, buffer)
 
 
 def _slices(runs: Sequence[Tensor], copy: Copy) -> Iterator[tuple[int, Tensor]]:

@@ -63,8 +63,8 @@ class Comm(Protocol):
     def reduce(self, flat: Tensor, out: Tensor, scratch: Tensor, what: str, *, add: bool = False) -> Pending:
         """Reduce-scatter: part ``rank`` of the sum of every rank's ``flat`` ``(size·k,)`` into ``out`` ``(k,)``.
 
-        ``add`` adds to what is in ``out``. ``out`` may be part ``rank`` of ``flat`` itself; ``flat`` and
-        ``scratch`` (as long as ``flat``) are clobbered.
+        ``add`` adds to what is in ``out``. ``out`` may be wider than ``flat`` (fp32 sums of 16-bit messages),
+        or part ``rank`` of ``flat`` itself; ``flat`` and ``scratch`` (as long as ``flat``) are clobbered.
         """
 
     def exchange(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Tensor:
@@ -111,8 +111,9 @@ class _Sum(_Waiting):
     def _finish(self) -> None:
         rows, out = self.rows, self.out
         if self.add:
-            sum_rows(rows, self.spare)
-            out.add_(self.spare)
+            spare = self.spare if self.spare.dtype == out.dtype else torch.empty_like(out)
+            sum_rows(rows, spare)
+            out.add_(spare)
         else:
             sum_rows(rows, out)
         self.rows = []
@@ -124,6 +125,11 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor) -> None:
     An explicit loop: ``torch.sum`` over the rank axis adds in another order from five ranks on.
     Intermediate sums stand in ``rows[0]``, so that a row that ``out`` aliases is read before it is written.
     """
+    if rows[0].dtype != out.dtype:  # 16-bit messages, summed in out's precision
+        out.copy_(rows[0])
+        for row in rows[1:]:
+            out.add_(row)
+        return
     if len(rows) == 1:
         if out.data_ptr() != rows[0].data_ptr():
             out.copy_(rows[0])
@@ -259,6 +265,8 @@ class NativeComm(_Base):
     def reduce(self, flat: Tensor, out: Tensor, scratch: Tensor, what: str, *, add: bool = False) -> Pending:
         pending = _Added(self, what, [])
         pending.out = out
+        if flat.dtype != out.dtype:  # the library adds in the message's precision
+            flat, scratch = flat.to(out.dtype), torch.empty(flat.numel(), dtype=out.dtype, device=out.device)
         target = self._part(scratch, self.rank) if add else out
         if self.size == 1:
             sum_rows([flat], target)

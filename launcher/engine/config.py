@@ -10,10 +10,16 @@ from ..contract.errors import UsageError
 from ..contract.plain import PlainError, from_plain
 from ..contract.train import AdamW, TrainConfig, Zero
 
+PRECISIONS = ("fp32", "bf16", "fp16")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """``accumulation`` micro-steps make a step; ``nonfinite`` gradients stop the run or skip the step."""
+    """``accumulation`` micro-steps make a step; ``nonfinite`` gradients stop the run or skip the step.
+
+    ``precision`` bf16 and fp16 hold and gather the parameters in 16 bits and update an fp32 master; fp32
+    leaves the model's own dtype (also float64). fp16 scales the loss by a factor that adapts.
+    """
 
     zero: Zero
     optimizer: AdamW
@@ -25,10 +31,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.zero.stage not in (0, 1, 2, 3):
             raise UsageError(f"zero.stage is {self.zero.stage}; accepted are 0, 1, 2 and 3")
-        if self.precision != "fp32":
-            raise UsageError(f"precision {self.precision} is not built yet", hint="use precision: fp32")
-        if self.zero.gradient_dtype != "fp32":
-            raise UsageError(f"zero.gradient_dtype {self.zero.gradient_dtype} is not built yet", hint="use fp32")
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"precision is {self.precision!r}; accepted are {', '.join(PRECISIONS)}")
+        if self.zero.gradient_dtype not in ("fp32", self.precision):
+            raise UsageError(
+                f"zero.gradient_dtype is {self.zero.gradient_dtype!r}; accepted are fp32 and the precision "
+                f"itself ({self.precision})"
+            )
         if self.zero.reduce_every not in (None, "micro_step", "step"):
             raise UsageError(f"zero.reduce_every is {self.zero.reduce_every!r}; accepted are micro_step and step")
         if self.zero.bucket_bytes < 1:

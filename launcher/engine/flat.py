@@ -5,6 +5,7 @@
 ``shard``     this rank's parameters                 stage 3 only
 ``gradient``  accumulated gradient                   whole at stages 0 and 1, a shard at 2 and 3
 ``moments``   the optimizer's tensors                whole at stage 0, a shard at 1 to 3
+``master``    fp32 parameters, if those are 16-bit   as moments
 ============  =====================================  ==========================================
 
 The module's parameters are lasting views of ``full``: they are made once. Releasing a unit shrinks the
@@ -20,8 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from ..contract.errors import UsageError
-from ..contract.partition import Part, Unit
+from ..contract.partition import Part, Unit, stored_dtype
 from .comm import Comm, Pending
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that the partition calls ``name``."""
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 class Stage(NamedTuple):
@@ -53,7 +60,14 @@ class FlatUnit:
     """One unit of the partition on this rank; see the module's table."""
 
     def __init__(
-        self, unit: Unit, tensors: Sequence[nn.Parameter], stage: Stage, comm: Comm, *, whole_gradient: bool
+        self,
+        unit: Unit,
+        tensors: Sequence[nn.Parameter],
+        stage: Stage,
+        comm: Comm,
+        *,
+        whole_gradient: bool,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.unit = unit
         self.tensors = list(tensors)
@@ -62,7 +76,11 @@ class FlatUnit:
         self.parts: tuple[Part, ...] = tuple(unit.parts(comm.rank))
         self.gathered = True
         self._arriving: list[Pending] = []
-        device, dtype = tensors[0].device, tensors[0].dtype
+        device, dtype = tensors[0].device, torch_dtype(unit.dtype)
+        self.state_dtype = torch_dtype(stored_dtype(unit.dtype))
+        self.master: Tensor | None = None
+        if unit.trainable and self.state_dtype != dtype:
+            self.master = self._first_master()
         self.full = torch.empty(unit.padded, dtype=dtype, device=device)
         self._nbytes = self.full.untyped_storage().nbytes()
         with torch.no_grad():
@@ -78,11 +96,34 @@ class FlatUnit:
         self.gradient: Tensor | None = None
         if unit.trainable:
             width = unit.padded if whole_gradient else unit.shard_numel
-            self.gradient = torch.zeros(width, dtype=dtype, device=device)
+            self.gradient = torch.zeros(width, dtype=gradient_dtype or self.state_dtype, device=device)
         self.whole_gradient = whole_gradient
         self.moments: tuple[Tensor, ...] = ()
 
     # --- parameters ----------------------------------------------------------------------------------
+
+    def _first_master(self) -> Tensor:
+        """The fp32 values that the model came with, of what this rank updates."""
+        whole = torch.zeros(self.unit.padded, dtype=self.state_dtype, device=self.tensors[0].device)
+        with torch.no_grad():
+            for at, placed in enumerate(self.unit.placed):
+                whole[placed.start : placed.stop].copy_(self.tensors[at].reshape(-1))
+        if not self.stage.shards_optimizer:
+            return whole
+        return torch.cat([whole[part.start : part.stop] for part in self.parts])
+
+    def master_to_parameters(self) -> None:
+        """Rounds the updated master into the working parameters (this rank's part)."""
+        if self.master is None:
+            return
+        if not self.stage.shards_optimizer:
+            self.full.copy_(self.master)
+        elif self.shard is not None:
+            self.shard.copy_(self.master)
+        else:
+            for part in self.parts:
+                width = part.stop - part.start
+                self.full[part.start : part.stop].copy_(self.master[part.offset : part.offset + width])
 
     def _own_to_shard(self) -> None:
         assert self.shard is not None
@@ -95,10 +136,14 @@ class FlatUnit:
         return self.parameters_of(self.comm.rank)
 
     def parameters_of(self, rank: int) -> list[Tensor]:
-        """The shard of ``rank``, as runs in shard order; another rank's only where it is held here."""
+        """The shard of ``rank`` in full precision, as runs in shard order; another rank's only where it is
+        held here."""
         if self.shard is not None:
-            return [self.shard]
-        return [self.full[part.start : part.stop] for part in self.unit.parts(rank)]
+            return [self.shard if self.master is None else self.master]
+        if self.master is not None and self.stage.shards_optimizer:
+            return [self.master]
+        whole = self.full if self.master is None else self.master
+        return [whole[part.start : part.stop] for part in self.unit.parts(rank)]
 
     def gather(self) -> None:
         """Starts to fill ``full`` from all ranks' shards (stage 3), unless it is there or on its way."""
@@ -168,7 +213,7 @@ class FlatUnit:
         if self.unit.trainable:
             width = self.unit.shard_numel if self.stage.shards_optimizer else self.unit.padded
             self.moments = tuple(
-                torch.zeros(width, dtype=self.full.dtype, device=self.full.device) for _ in range(count)
+                torch.zeros(width, dtype=self.state_dtype, device=self.full.device) for _ in range(count)
             )
 
     def own_moments(self, index: int) -> list[Tensor]:
@@ -187,13 +232,14 @@ class FlatUnit:
             return []
         group = self.unit.group
         if not self.stage.shards_optimizer:
-            return [Run(self.full, self.gradient, self.moments, group)]
-        if self.shard is not None and not self.whole_gradient:
-            return [Run(self.shard, self.gradient, self.moments, group)]
+            return [Run(self.full if self.master is None else self.master, self.gradient, self.moments, group)]
+        whole = self.shard if self.master is None else self.master
+        if whole is not None and not self.whole_gradient:
+            return [Run(whole, self.gradient, self.moments, group)]
         runs = []
         for index, part in enumerate(self.parts):
             at, width = part.offset, part.stop - part.start
-            own = self.shard[at : at + width] if self.shard is not None else self.full[part.start : part.stop]
+            own = whole[at : at + width] if whole is not None else self.full[part.start : part.stop]
             moments = tuple(m[at : at + width] for m in self.moments)
             runs.append(Run(own, self.gradient_of_part(index), moments, group))
         return runs
@@ -212,7 +258,8 @@ class FlatUnit:
         for part, start, stop in self._of_parameter(index):
             at, width = part.offset + start - part.start, stop - start
             own = self.full[start:stop] if self.shard is None else self.shard[at : at + width]
-            found += [own, *(m[at : at + width] for m in self.moments)]
+            state = [*self.moments, *([] if self.master is None else [self.master])]
+            found += [own, *(m[at : at + width] for m in state)]
         return found
 
     def own_gradient_pieces(self) -> list[tuple[Tensor, str]]:

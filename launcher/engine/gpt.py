@@ -94,4 +94,6 @@ class GPT(nn.Module):
         logits = functional.linear(self.norm(x), self.embedding.weight)
         if targets is None:
             return logits
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))

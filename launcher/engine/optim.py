@@ -70,6 +70,7 @@ class _Set:
 
     def step(self, updates: int, lr: float, weight_decay: float, config: AdamW, factor: float) -> None:
         tensors = [list(m) for m in self._main]
+        tensors[1] = [g if g.dtype == self._like.dtype else g.to(self._like.dtype) for g in tensors[1]]
         for kind in range(4):
             if self._rest[kind]:
                 torch._foreach_copy_(self._rows[kind], self._rest[kind])

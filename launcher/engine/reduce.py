@@ -125,13 +125,19 @@ class GradientFlow:
         if not count or self.comm.size == 1:
             return pools
         for bucket in self._order:
-            full = self.units[bucket.unit].full
-            pool = pools.setdefault(full.dtype, _Pool(0, full.dtype, full.device))
+            dtype, device = self._wire(bucket), self.units[bucket.unit].full.device
+            pool = pools.setdefault(dtype, _Pool(0, dtype, device))
             pool.numel = max(pool.numel, bucket.stop - bucket.start)
         for pool in pools.values():
             pool.made = [torch.empty(pool.numel, dtype=pool.dtype, device=pool.device) for _ in range(IN_FLIGHT)]
             pool.free = list(pool.made)
         return pools
+
+    def _wire(self, bucket: _Bucket) -> torch.dtype:
+        """The dtype of the messages: the working one for passing buckets, the accumulated one for slices."""
+        flat = self.units[bucket.unit]
+        assert flat.gradient is not None
+        return flat.full.dtype if self.every_micro_step else flat.gradient.dtype
 
     def storages(self) -> list[Tensor]:
         """Every buffer that this object keeps."""
@@ -185,7 +191,7 @@ class GradientFlow:
 
     def _buffer_of(self, bucket: _Bucket) -> Tensor:
         if bucket.buffer is None:
-            pool = self._buffers[self.units[bucket.unit].full.dtype]
+            pool = self._buffers[self._wire(bucket)]
             if not pool.free and self._flights:
                 self._land()
             bucket.buffer = pool.take()

@@ -36,6 +36,7 @@ _TAGS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {tag: dtype for dtype, tag in _TAGS.items()}
 
 
 @dataclass(frozen=True)
@@ -187,12 +188,14 @@ class Reader:
             start += len(piece)
         return b"".join(pieces)
 
-    def into(self, start: int, target: Tensor) -> None:
-        """Fills the flat tensor ``target`` with the bytes from ``start`` on."""
-        size = target.numel() * target.element_size()
+    def into(self, name: str, first: int, target: Tensor) -> None:
+        """Fills ``target`` with the elements of tensor ``name`` from number ``first`` on."""
+        dtype = _DTYPES[self._header[name]["dtype"]] if name in self._header else target.dtype
+        start = self.offset(name) + first * dtype.itemsize
+        size = target.numel() * dtype.itemsize
         data = self.read(start, start + size)
         if size:
-            source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(target.dtype)
+            source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
             target.copy_(source.view(target.shape))
 
     def _block(self, number: int) -> bytes:

@@ -22,6 +22,7 @@ from ..contract.errors import UsageError
 from ..contract.partition import Layout, Parameter
 from ..contract.plain import to_plain
 from .comm import Comm, gather_bytes
+from .precision import working_dtype
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,14 @@ class Model:
 
 
 def describe(
-    module: nn.Module, *, ranks: int, bucket_bytes: int, groups: Sequence[Mapping[str, Any]] | None = None
+    module: nn.Module,
+    *,
+    ranks: int,
+    bucket_bytes: int,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    precision: str = "fp32",
 ) -> Model:
-    """The partition of ``module`` over ``ranks``; ``groups`` as ``ZeroEngine`` takes them.
+    """The partition of ``module`` over ``ranks``, held in ``precision``; ``groups`` as ``ZeroEngine`` takes them.
 
     Raises :class:`UsageError` for a parameter in two groups, or a group entry that is no parameter.
     """
@@ -69,7 +75,7 @@ def describe(
         parameter = Parameter(
             name=aliases[0],
             shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=str(working_dtype(precision, tensor.dtype)).removeprefix("torch."),
             trainable=tensor.requires_grad,
             group=group_of.get(key, 0),
             tied=tuple(aliases[1:]),

@@ -34,6 +34,7 @@ from .flat import STAGES, FlatUnit
 from .gathering import Gathering
 from .norm import NormPlan
 from .optim import FlatAdamW
+from .precision import LossScale, gradient_dtype, working_dtype
 from .reduce import GradientFlow
 from .units import agree, describe
 
@@ -71,7 +72,13 @@ class ZeroEngine:
         self.model = model
         self.config = EngineConfig.of(config)
         self.comm = comm or (connect(group) if dist.is_available() and dist.is_initialized() else Alone())
-        described = describe(model, ranks=self.comm.size, bucket_bytes=self.config.zero.bucket_bytes, groups=groups)
+        described = describe(
+            model,
+            ranks=self.comm.size,
+            bucket_bytes=self.config.zero.bucket_bytes,
+            groups=groups,
+            precision=self.config.precision,
+        )
         self.layout = described.layout
         self.device = next(iter(described.tensors.values())).device
         agree(self.comm, self.layout, self.device)
@@ -84,7 +91,16 @@ class ZeroEngine:
         self.units: list[FlatUnit] = []
         for unit in self.layout.units:
             tensors = [described.tensors[p.name] for p in unit.parameters]
-            self.units.append(FlatUnit(unit, tensors, self.stage, self.comm, whole_gradient=whole))
+            self.units.append(
+                FlatUnit(
+                    unit,
+                    tensors,
+                    self.stage,
+                    self.comm,
+                    whole_gradient=whole,
+                    gradient_dtype=gradient_dtype(self.config.zero.gradient_dtype, self.config.precision),
+                )
+            )
             if self.stage.shards_parameters:
                 self.units[-1].release()
         self.gathering: Gathering | None = None
@@ -95,6 +111,9 @@ class ZeroEngine:
         self.optimizer = FlatAdamW([r for u in self.units for r in u.runs()], self.config.optimizer, described.groups)
         self.flow = GradientFlow(self.units, self.comm, every_micro_step=every_micro_step)
         self.norm = NormPlan(self.units, self.comm)
+        self.loss_scale = LossScale.of(self.config.precision)
+        for buffer in model.buffers():
+            buffer.data = buffer.to(working_dtype(self.config.precision, buffer.dtype))
         self.lr = self.config.optimizer.lr
         self.micro_step = 0
         self._hooks = [
@@ -140,6 +159,8 @@ class ZeroEngine:
         self.flow.begin(first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)
         if self.gathering is not None:
             self.gathering.begin_backward()
+        if self.loss_scale.value != 1.0:
+            loss = loss * self.loss_scale.value
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             self.flow.finish()
@@ -159,22 +180,24 @@ class ZeroEngine:
                 hint="a step needs one backward per micro-step",
             )
         self.micro_step = 0
-        scale = 1.0 / (self.config.accumulation * self.comm.size)
+        scale = 1.0 / (self.config.accumulation * self.comm.size * self.loss_scale.value)
         norm = math.sqrt(self.norm.sum_of_squares()) * scale
         if not math.isfinite(norm):
-            if self.config.nonfinite == "skip":
+            if self.loss_scale.overflowed() or self.config.nonfinite == "skip":
                 return StepInfo(norm, skipped=True)
             raise NonFinite(self._name_nonfinite(norm))
         clip = self.config.optimizer.clip
         factor = scale if clip is None else scale * min(1.0, clip / (norm + 1e-6))
         with self._unused_left_alone():
             self.optimizer.step(self.lr, factor)
-        if self.stage.shards_optimizer and not self.stage.shards_parameters:
-            for flat in self.units:
-                if flat.unit.trainable:
+        self.loss_scale.went_well()
+        for flat in self.units:
+            if flat.unit.trainable:
+                flat.master_to_parameters()
+                if self.stage.shards_optimizer and not self.stage.shards_parameters:
                     flat.gather_updated()
-            for flat in self.units:
-                flat.wait()
+        for flat in self.units:
+            flat.wait()
         self._synchronise_buffers("buffers")
         return StepInfo(norm)
 
@@ -240,7 +263,7 @@ class ZeroEngine:
         return {
             "parameters": _storage_bytes(parameters),
             "gradients": _storage_bytes(gradients),
-            "optimizer": _storage_bytes([m for u in self.units for m in u.moments]),
+            "optimizer": _storage_bytes([t for u in self.units for t in (*u.moments, u.master) if t is not None]),
             "gathered": _storage_bytes(gathered),
             "buckets": _storage_bytes(self.flow.storages()),
         }
@@ -248,7 +271,13 @@ class ZeroEngine:
     def state_bytes(self) -> partition.StateBytes:
         """What ``memory()`` must show, in closed form."""
         whole = bool(self.units) and all(u.whole_gradient for u in self.units)
-        return partition.state_bytes(self.layout, self.config.zero.stage, whole=whole)
+        dtype = gradient_dtype(self.config.zero.gradient_dtype, self.config.precision)
+        return partition.state_bytes(
+            self.layout,
+            self.config.zero.stage,
+            whole=whole,
+            gradient_bytes=dtype.itemsize if dtype else None,
+        )
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def test_step_off_the_boundary_and_backward_beyond_it() -> None:
     ("config", "words"),
     [
         ({"zero": {"stage": 4}, "optimizer": {"lr": 0.1}}, "accepted are 0, 1, 2 and 3"),
-        ({"zero": {"stage": 1}, "optimizer": {"lr": 0.1}, "precision": "fp16"}, "fp16"),
+        ({"zero": {"stage": 1}, "optimizer": {"lr": 0.1}, "precision": "fp8"}, "accepted are fp32, bf16, fp16"),
         ({"zero": {"stage": 1}, "optimizer": {"lr": 0.1}, "acumulation": 2}, "unknown key 'acumulation'"),
         ({"zero": {"stage": 1}, "optimizer": {}}, "'lr' is missing"),
         ({"zero": {"stage": 1, "reduce_every": "x"}, "optimizer": {"lr": 0.1}}, "micro_step and step"),

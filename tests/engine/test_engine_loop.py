@@ -219,7 +219,6 @@ def test_a_rank_that_fails_ends_all_quickly_and_says_why(tmp_path: Path, corpus:
     ("changes", "words"),
     [
         ({"gpt": None, "factory": Factory("nosuch:thing")}, "model.factory: no module 'nosuch'"),
-        ({"precision": "bf16"}, "precision bf16 is not built yet"),
         ({"tensor": 2}, "parallel.tensor: 2 is not built yet"),
         ({"policy": "ddp"}, "policy 'ddp' is not known"),
     ],
