@@ -150,20 +150,24 @@ class FabricTransport:
         connection.client.close()
 
     def _session(self) -> paramiko.Channel:
+        """A channel for one command. sshd refuses more than MaxSessions at once, and counts one a moment longer
+        than it lasts here: then it is asked again. Only a connection that says nothing at all is given up."""
         import paramiko
 
-        for again in (True, False):
+        end, pause = time.monotonic() + CONNECT_S, 0.05
+        while True:
             connection = self.connection()
             try:
                 channel: paramiko.Channel = connection.transport.open_session(timeout=CONNECT_S)
                 return channel
             except (paramiko.SSHException, OSError, EOFError) as problem:
-                if connection.is_connected and not isinstance(problem, paramiko.ChannelException):
-                    self._drop(connection)
-                if not again:
-                    raise Unreachable(f"{self.name}: no channel for a command: {problem}") from problem
-                time.sleep(0.2)
-        raise AssertionError("unreachable")
+                told = str(problem) or type(problem).__name__
+            if "Timeout" in told:
+                self._drop(connection)
+            if time.monotonic() > end:
+                raise Unreachable(f"{self.name}: no channel for a command: {told}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
 
     def _start(self, argv: Sequence[str]) -> tuple[paramiko.Channel, Wire]:
         import paramiko

@@ -74,10 +74,10 @@ def test_time_runs_out(transport: Transport) -> None:
 
 def test_many_commands_at_once_on_one_connection(transport: Transport) -> None:
     def one(i: int) -> bytes:
-        return transport.run(["/bin/sh", "-c", "sleep 0.2; echo $1", "x", str(i)]).stdout
+        return transport.run(["/bin/sh", "-c", "sleep 0.1; echo $1", "x", str(i)]).stdout
 
-    with ThreadPoolExecutor(20) as pool:
-        assert list(pool.map(one, range(20))) == [b"%d\n" % i for i in range(20)]
+    with ThreadPoolExecutor(24) as pool:
+        assert list(pool.map(one, range(120))) == [b"%d\n" % i for i in range(120)]
 
 
 def test_a_stream_arrives_as_it_comes_and_leaving_it_ends_nothing_else(transport: Transport) -> None:
