@@ -276,7 +276,8 @@ class App:
         return render(plan, cluster, launch, templates=self.templates, user_templates=self.config / "templates")
 
     def _code(self, folder: Path, job: Job) -> CodeBundle:
-        return code_bundle(folder, root=job.code.root, exclude=job.code.exclude, limit=job.code.limit)
+        said = job.code
+        return code_bundle(folder, root=said.root, exclude=said.exclude, limit=said.limit, without=self.store.root)
 
     # Blobs stay at home too: a resume on new nodes needs the very bytes that the run began with.
 

@@ -93,11 +93,14 @@ def _named(data: bytes, suffix: str) -> Bundle:
     return Bundle(hashlib.sha256(data).hexdigest() + suffix, data)
 
 
-def code_bundle(folder: Path, *, root: str | None = None, exclude: Sequence[str] = (), limit: int) -> CodeBundle:
+def code_bundle(
+    folder: Path, *, root: str | None = None, exclude: Sequence[str] = (), limit: int, without: Path | None = None
+) -> CodeBundle:
     """The tree that a job in ``folder`` ships, at most ``limit`` bytes before compression.
 
     ``root`` (relative to ``folder``) names it; otherwise it is the git root of ``folder``, or ``folder``
-    itself outside git. Under git it holds tracked and untracked-but-not-ignored files as they are now.
+    itself outside git. Under git it holds tracked and untracked-but-not-ignored files as they are now, but
+    nothing under ``without``: the runs kept at home lie in the tree, and each holds the bundles before it.
 
     Raises UsageError when it is larger than ``limit``, naming the five largest files.
     """
@@ -109,6 +112,9 @@ def code_bundle(folder: Path, *, root: str | None = None, exclude: Sequence[str]
     in_git = _git_root(base) is not None
     notes: list[str] = []
     files = [f for f in (_git_files(base) if in_git else _walk(base)) if not _excluded(f, exclude)]
+    if without is not None and without.is_relative_to(base):
+        inside = f"{without.relative_to(base).as_posix()}/"
+        files = [f for f in files if not f.startswith(inside)]
     kept = list(_readable(base, files, notes))
     sizes = sorted(((base / f).lstat().st_size, f) for f in kept)
     total = sum(size for size, _ in sizes)

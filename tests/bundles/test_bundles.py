@@ -60,6 +60,16 @@ def test_the_working_tree_travels_as_it_is_now(tree: Path) -> None:
     assert "4 files" in bundle.sentence() and "4 uncommitted" in bundle.sentence()
 
 
+def test_runs_kept_in_the_tree_do_not_travel(tree: Path) -> None:
+    before = code_bundle(tree / "jobs", limit=LIMIT, without=tree / "kept")
+    blob = tree / "kept" / ".blobs" / before.name
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(before.data)
+    (tree / "kept.py").write_text("not a run")
+    after = code_bundle(tree / "jobs", limit=LIMIT, without=tree / "kept")
+    assert set(contents(after)) == {*contents(before), "kept.py"}
+
+
 def test_equal_trees_have_equal_names_whatever_their_times(tree: Path) -> None:
     before = code_bundle(tree, limit=LIMIT)
     os.utime(tree / "model.py", (1, 1))
