@@ -6,6 +6,7 @@ Only the command line prints. Everything here raises :class:`launcher.contract.e
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import secrets
@@ -347,6 +348,8 @@ class App:
         for run, state in zip(runs, states, strict=True):
             known = run.last("ended", attempt=state.attempt)
             if state.ended and (known is None or known.data["state"] != state.state):
+                if known is None and run.about.get("job", {}).get("secrets"):
+                    forget_secrets(backend, run, state.attempt)
                 self.store.append(
                     run, "ended", state.attempt, time.time(),
                     state=state.state, exit_code=state.exit_code, why=state.why, since=state.since,
@@ -556,6 +559,14 @@ def read_secrets(names: Sequence[str]) -> dict[str, str]:
     if missing:
         raise UsageError(f"the job wants secrets that are not set here: {', '.join(missing)}", hint="export them first")
     return {n: os.environ[n] for n in names}
+
+
+def forget_secrets(backend: Backend, run: Run, attempt: int) -> None:
+    """The agents remove the secrets file at the end; a job that died before they started left it behind."""
+    for place in backend.places():
+        request = {"run_dir": str(RunFolder.at(place.runs, run.name).root), "attempt": attempt, "grace_s": 0}
+        with contextlib.suppress(ZerunError):  # nothing of the attempt is there, or nobody answers: it has ended
+            backend.call(place, "stop", request)
 
 
 def refuse_what_cannot_fit(plan: Plan, *, force: bool = False) -> None:

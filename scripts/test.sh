@@ -38,4 +38,5 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     install_packages
 fi
 scripts/lint.sh
-.venv/bin/python -m pytest "${marks[@]}" "$@"
+# Two processes: the real-cluster tests mostly wait, so one of them takes those and the other computes.
+.venv/bin/python -m pytest -n 2 --dist loadgroup "${marks[@]}" "$@"
