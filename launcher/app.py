@@ -6,27 +6,25 @@ Only the command line prints. Everything here raises :class:`launcher.contract.e
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bundles import Bundle, CodeBundle, code_bundle, runtime_bundle
-from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Refused, Unreachable, UsageError, ZerunError
+from .attempts import Attempts, Source, one_folder, take_attempt
+from .bundles import Bundle, runtime_bundle
+from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Unreachable, UsageError
 from .contract.folder import RunFolder
-from .contract.plain import dumps, to_plain, write_atomically
-from .observe import ask, observe
-from .runs import EXITS, Run, RunState, RunStore, fold
+from .contract.plain import to_plain
+from .observe import ask
+from .runs import EXITS, Run, RunState, RunStore
 
 if TYPE_CHECKING:
-    from .backends.protocol import Backend, Finding, Handle, Place, Submission
+    from .backends.protocol import Backend, Finding, Handle
     from .checkpoints import Candidate, Collected, Report
-    from .contract.launch import LaunchSpec
     from .logs.merge import LogLine
     from .logs.select import Selection
     from .planning.plan import Plan
@@ -57,15 +55,13 @@ class Prepared:
 class App:
     """zerun in one project. ``root`` is the project's folder (default: found from the working folder)."""
 
-    def __init__(
-        self, root: Path | None = None, *, runs: Path | None = None, templates: Path | None = None
-    ) -> None:
+    def __init__(self, root: Path | None = None, *, runs: Path | None = None, templates: Path | None = None) -> None:
         self.root = root or find_root(Path.cwd())
         named = os.environ.get("ZERUN_RUNS")
         self.store = RunStore((runs or (Path(named) if named else self.root / "runs")).resolve())
-        self.templates = templates
         config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "zerun"
         self.config = config
+        self.attempts = Attempts(self.store, templates, config / "templates")
 
     # --- descriptions -----------------------------------------------------------------------------
 
@@ -124,11 +120,12 @@ class App:
 
         loaded_job, loaded_cluster = self.describe(job, cluster, sets)
         plan = make_plan(loaded_job, loaded_cluster)
-        code = self._code(job.resolve().parent, loaded_job)
+        code = self.attempts.code(job.resolve().parent, loaded_job)
         run = self.store.new_name(plan.job_name, datetime.datetime(2000, 1, 1)).rsplit("-", 3)[0] + "-RUN"
         runs = loaded_cluster.paths.runs or str(self.store.root)
-        launch = self._launch(plan, loaded_job, loaded_cluster, run, 1, runs, code, token="TOKEN", resume_step=None)
-        return Prepared(plan, self._render(plan, loaded_cluster, launch), (code.sentence(), *code.notes))
+        source = Source(loaded_job, loaded_cluster, plan, code)
+        launch = self.attempts.launch(source, run, 1, runs, token="TOKEN", resume_step=None)
+        return Prepared(plan, self.attempts.render(source, launch), (code.sentence(), *code.notes))
 
     def render(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> bytes:
         """The script that would be submitted, byte for byte but for the run's name and token."""
@@ -151,8 +148,8 @@ class App:
         check_engine(plan)
         refuse_what_cannot_fit(plan, force=force)
         secret_values = read_secrets(loaded_job.secrets)
-        code = self._code(job.resolve().parent, loaded_job)
-        backend = self._open(loaded_cluster, runtime_bundle())
+        code = self.attempts.code(job.resolve().parent, loaded_job)
+        backend = self.attempts.open(loaded_cluster, runtime_bundle())
         try:
             run_name = self.store.new_name(plan.job_name, datetime.datetime.now())
             about = {
@@ -169,145 +166,12 @@ class App:
             }
             places = backend.places()  # connects: nothing is written for a cluster that does not answer
             run = self.store.create(run_name, about)
-            launch = self._launch(
-                plan, loaded_job, loaded_cluster, run_name, 1, one_folder(places), code, resume_step=None
-            )
-            run, handle = self._send(backend, run, plan, loaded_cluster, launch, secret_values)
+            source = Source(loaded_job, loaded_cluster, plan, code)
+            launch = self.attempts.launch(source, run_name, 1, one_folder(places), resume_step=None)
+            run, handle = self.attempts.send(backend, run, source, launch, secret_values)
         finally:
             backend.close()
         return Submitted(run.name, 1, handle, (code.sentence(), *code.notes))
-
-    def _send(
-        self,
-        backend: Backend,
-        run: Run,
-        plan: Plan,
-        cluster: Cluster,
-        launch: LaunchSpec,
-        secret_values: Mapping[str, str],
-    ) -> tuple[Run, Handle]:
-        """Writes the intent, submits, writes what came of it."""
-        submission = self._submission(run, plan, cluster, launch, secret_values)
-        for name, data in submission.files.items():
-            if name != "run.json":
-                path = run.folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, data)
-        attempt = launch.attempt
-        run = self.store.append(
-            run, "submitting", attempt, time.time(), name=submission.name, num_nodes=len(plan.nodes),
-            ranks=plan.topology.world_size, runtime=Path(launch.runtime).name, resume_step=launch.resume_step,
-        )  # fmt: skip
-        try:
-            handle = backend.submit(submission)
-        except Unreachable as problem:
-            found = self._look_again(backend, submission)
-            if found is None:
-                self.store.append(run, "submit_unanswered", attempt, time.time(), error=problem.message)
-                raise Unreachable(
-                    f"{problem.message}; whether {run.name} was queued is not known",
-                    hint=f"zerun status {run.name} finds out, and adopts the job if it is there",
-                ) from problem
-            handle = found
-        except ZerunError as problem:
-            self.store.append(run, "submit_failed", attempt, time.time(), error=problem.message)
-            raise
-        return self.store.append(run, "submitted", attempt, time.time(), handle=to_plain(handle)), handle
-
-    @staticmethod
-    def _look_again(backend: Backend, submission: Submission) -> Handle | None:
-        try:
-            return backend.find(submission.name, submission.run, submission.attempt)
-        except Unreachable:
-            return None
-
-    def _submission(
-        self, run: Run, plan: Plan, cluster: Cluster, launch: LaunchSpec, secret_values: Mapping[str, str]
-    ) -> Submission:
-        from .backends.protocol import Submission
-        from .planning import job_name
-
-        blobs = {Path(p).name: self._blob(Path(p).name) for p in (launch.runtime, launch.code) if p}
-        script = self._render(plan, cluster, launch)
-        folder = RunFolder.at("/", run.name)
-        attempt = folder.attempt(launch.attempt)
-        files = {
-            str(attempt.script.relative_to(folder.root)): script,
-            str(attempt.launch.relative_to(folder.root)): dumps(launch),
-            "run.json": dumps(run.about),
-        }
-        name = job_name(run.name, launch.attempt)
-        return Submission(run.name, launch.attempt, name, launch, script, files, blobs, secret_values)
-
-    def _launch(
-        self,
-        plan: Plan,
-        job: Job,
-        cluster: Cluster,
-        run: str,
-        attempt: int,
-        runs: str,
-        code: Bundle,
-        *,
-        resume_step: int | None,
-        token: str | None = None,
-    ) -> LaunchSpec:
-        from .contract.folder import blob
-        from .planning import launch_spec
-
-        runtime = self._keep(runtime_bundle())
-        self._keep(code)
-        return launch_spec(
-            plan,
-            job,
-            cluster,
-            run=run,
-            attempt=attempt,
-            run_dir=str(RunFolder.at(runs, run).root),
-            runtime=str(blob(runs, runtime.digest, ".zip")),
-            code=str(blob(runs, code.digest, ".tar.gz")),
-            token=token or secrets.token_hex(16),
-            secrets_file=f"{runs}/.secrets/{run}.json" if job.secrets else None,
-            resume_step=resume_step,
-        )
-
-    def _render(self, plan: Plan, cluster: Cluster, launch: LaunchSpec) -> bytes:
-        from .render import render
-
-        return render(plan, cluster, launch, templates=self.templates, user_templates=self.config / "templates")
-
-    def _code(self, folder: Path, job: Job) -> CodeBundle:
-        said = job.code
-        return code_bundle(folder, root=said.root, exclude=said.exclude, limit=said.limit, without=self.store.root)
-
-    # Blobs stay at home too: a resume on new nodes needs the very bytes that the run began with.
-
-    def _keep(self, bundle: Bundle) -> Bundle:
-        path = self.store.root / ".blobs" / bundle.name
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, bundle.data)
-        return bundle
-
-    def _blob(self, name: str) -> bytes:
-        return (self.store.root / ".blobs" / name).read_bytes()
-
-    def _open(self, cluster: Cluster, runtime: Bundle) -> Backend:
-        from . import backends
-
-        return backends.open(cluster, (runtime.digest, runtime.data), self.store.root)
-
-    def _open_for(self, run: Run) -> Backend:
-        """The backend of a run that was submitted before, with the runtime that it was submitted with."""
-        from . import specs
-
-        event = run.last("submitting")
-        name = str(event.data["runtime"]) if event else ""
-        try:
-            runtime = Bundle(name, self._blob(name)) if name else runtime_bundle()
-        except FileNotFoundError:
-            runtime = runtime_bundle()
-        return self._open(specs.cluster_from_plain(run.about["cluster"]), runtime)
 
     # --- watch ------------------------------------------------------------------------------------
 
@@ -317,9 +181,9 @@ class App:
     def status(self, run: str) -> RunState:
         """What the run is now. An unreachable cluster gives the state ``unknown`` with the reason, no error."""
         loaded = self.store.load(self.resolve(run))
-        backend = self._open_for(loaded)
+        backend = self.attempts.open_for(loaded)
         try:
-            return self._look(backend, [loaded])[0]
+            return self.attempts.look(backend, [loaded])[0]
         finally:
             backend.close()
 
@@ -335,49 +199,22 @@ class App:
             else:
                 asked.setdefault(str(run.about["cluster_name"]), []).append(run)
         for runs in asked.values():
-            backend = self._open_for(runs[-1])
+            backend = self.attempts.open_for(runs[-1])
             try:
-                states.update({state.run: state for state in self._look(backend, runs)})
+                states.update({state.run: state for state in self.attempts.look(backend, runs)})
             finally:
                 backend.close()
         return [states[run.name] for run in loaded]
-
-    def _look(self, backend: Backend, runs: Sequence[Run]) -> list[RunState]:
-        runs = [self._adopt(backend, run) for run in runs]
-        states = [fold(run, seen) for run, seen in zip(runs, observe(backend, runs), strict=True)]
-        for run, state in zip(runs, states, strict=True):
-            known = run.last("ended", attempt=state.attempt)
-            if state.ended and (known is None or known.data["state"] != state.state):
-                if known is None and run.about.get("job", {}).get("secrets"):
-                    forget_secrets(backend, run, state.attempt)
-                self.store.append(
-                    run, "ended", state.attempt, time.time(),
-                    state=state.state, exit_code=state.exit_code, why=state.why, since=state.since,
-                )  # fmt: skip
-        return states
-
-    def _adopt(self, backend: Backend, run: Run) -> Run:
-        """A submit whose answer was lost finds its own job by its unique name."""
-        intent = run.last("submitting", attempt=run.attempt)
-        if run.handle is not None or intent is None or run.last("submit_failed", attempt=run.attempt):
-            return run
-        try:
-            found = backend.find(str(intent.data["name"]), run.name, run.attempt)
-        except (Unreachable, Refused):
-            return run
-        if found is None:
-            return run
-        return self.store.append(run, "submitted", run.attempt, time.time(), handle=to_plain(found), adopted=True)
 
     def wait(self, run: str, timeout_s: float | None = None, notice: Notice | None = None) -> RunState:
         """Returns when the run has ended, or with a living state when ``timeout_s`` has passed."""
         loaded = self.store.load(self.resolve(run))
         end = None if timeout_s is None else time.monotonic() + timeout_s
         pause, told = 0.5, ""
-        backend = self._open_for(loaded)
+        backend = self.attempts.open_for(loaded)
         try:
             while True:
-                state = self._look(backend, [self.store.load(loaded.name)])[0]
+                state = self.attempts.look(backend, [self.store.load(loaded.name)])[0]
                 line = f"{state.state}{': ' + state.why if state.why else ''}"
                 if notice is not None and line != told:
                     notice(line)
@@ -397,7 +234,7 @@ class App:
         from .logs.follow import follow as stream
 
         loaded = self.store.load(self.resolve(run))
-        backend = self._open_for(loaded)
+        backend = self.attempts.open_for(loaded)
         try:
             yield from stream(
                 backend, loaded.name, loaded.attempt, selection, follow=follow, notice=notice or (lambda _: None)
@@ -410,9 +247,9 @@ class App:
     def cancel(self, run: str) -> RunState:
         """Ends every process of the run on every node. Cancelling what has ended changes nothing."""
         loaded = self.store.load(self.resolve(run))
-        backend = self._open_for(loaded)
+        backend = self.attempts.open_for(loaded)
         try:
-            before = self._look(backend, [loaded])[0]
+            before = self.attempts.look(backend, [loaded])[0]
             if before.ended:
                 return before
             loaded = self.store.load(loaded.name)
@@ -422,7 +259,7 @@ class App:
             elif before.state == "unknown":
                 raise Unreachable(f"{loaded.name}: {before.why}", hint=f"zerun cancel {loaded.name} again, later")
             loaded = self.store.append(loaded, "cancelled", before.attempt, time.time())
-            return self._look(backend, [loaded])[0]
+            return self.attempts.look(backend, [loaded])[0]
         finally:
             backend.close()
 
@@ -433,7 +270,7 @@ class App:
         from .checkpoints import candidates
 
         loaded = self.store.load(self.resolve(run))
-        backend = self._open_for(loaded)
+        backend = self.attempts.open_for(loaded)
         try:
             return candidates(self._about(backend, loaded), loaded.folder)
         finally:
@@ -453,7 +290,7 @@ class App:
         from .checkpoints import collect
 
         loaded = self.store.load(self.resolve(run))
-        backend = self._open_for(loaded)
+        backend = self.attempts.open_for(loaded)
         try:
             got = collect(backend, loaded.name, loaded.folder, checkpoint, progress)
         finally:
@@ -500,9 +337,9 @@ class App:
         job = specs.job_from_plain(loaded.about["job"], sets)
         cluster = specs.cluster_from_plain(loaded.about["cluster"])
         secret_values = read_secrets(job.secrets)
-        backend = self._open(cluster, runtime_bundle())
+        backend = self.attempts.open(cluster, runtime_bundle())
         try:
-            state = self._look(backend, [loaded])[0]
+            state = self.attempts.look(backend, [loaded])[0]
             loaded = self.store.load(loaded.name)
             refuse_to_resume(state, again=step is not None or bool(sets))
             found = candidates(self._about(backend, loaded), loaded.folder)
@@ -515,21 +352,21 @@ class App:
             attempt = max(state.attempt, loaded.attempt) + 1
             take_attempt(loaded, attempt)
             code_name = str(loaded.about["code"]["name"])
-            code = Bundle(code_name, self._blob(code_name))
-            launch = self._launch(
-                plan, job, cluster, loaded.name, attempt, one_folder(backend.places()), code, resume_step=chosen.step
+            source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)))
+            launch = self.attempts.launch(
+                source, loaded.name, attempt, one_folder(backend.places()), resume_step=chosen.step
             )
             if not launch.shared:
                 moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
                 notes += [moved] if moved else []
-            loaded, handle = self._send(backend, loaded, plan, cluster, launch, secret_values)
+            loaded, handle = self.attempts.send(backend, loaded, source, launch, secret_values)
         finally:
             backend.close()
         return Submitted(loaded.name, attempt, handle, tuple(notes))
 
     def check_cluster(self, name: str | None = None) -> list[Finding]:
         """Reaches every node in parallel; a finding each."""
-        backend = self._open(self.cluster(name), runtime_bundle())
+        backend = self.attempts.open(self.cluster(name), runtime_bundle())
         try:
             return list(backend.check())
         finally:
@@ -561,14 +398,6 @@ def read_secrets(names: Sequence[str]) -> dict[str, str]:
     return {n: os.environ[n] for n in names}
 
 
-def forget_secrets(backend: Backend, run: Run, attempt: int) -> None:
-    """The agents remove the secrets file at the end; a job that died before they started left it behind."""
-    for place in backend.places():
-        request = {"run_dir": str(RunFolder.at(place.runs, run.name).root), "attempt": attempt, "grace_s": 0}
-        with contextlib.suppress(ZerunError):  # nothing of the attempt is there, or nobody answers: it has ended
-            backend.call(place, "stop", request)
-
-
 def refuse_what_cannot_fit(plan: Plan, *, force: bool = False) -> None:
     """Raises DoesNotFit, before anything is sent, for a state or a whole step above the device."""
     if force:
@@ -593,25 +422,6 @@ def refuse_to_resume(state: RunState, *, again: bool) -> None:
             f"{state.run} is done: nothing is left to resume",
             hint="--step S goes again from a checkpoint, --set steps=N goes further",
         )
-
-
-def take_attempt(run: Run, attempt: int) -> None:
-    """Exclusive: of two shells that resume at once, one is told."""
-    try:
-        (run.folder / "attempts" / str(attempt)).mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(
-            f"attempt {attempt} of {run.name} is being made by another command", hint=f"zerun status {run.name}"
-        ) from None
-
-
-def one_folder(places: Sequence[Place]) -> str:
-    """``paths.runs`` as every place expands it; it has to be the same path everywhere."""
-    folders = {place.runs: place.transport.name for place in places}
-    if len(folders) > 1:
-        told = ", ".join(f"{folder} on {name}" for folder, name in folders.items())
-        raise UsageError(f"paths.runs is not the same path on every node: {told}", hint="write an absolute path")
-    return next(iter(folders))
 
 
 def _remembered(run: Run) -> RunState | None:

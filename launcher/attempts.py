@@ -1,0 +1,216 @@
+"""An attempt as it is made: prepared, shipped, submitted, found again, and seen to end.
+
+The journal is written before what it speaks of, so that whatever is cut in the middle is found again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .bundles import Bundle, CodeBundle, code_bundle, runtime_bundle
+from .contract.errors import Refused, Unreachable, UsageError, ZerunError
+from .contract.folder import RunFolder
+from .contract.plain import dumps, to_plain, write_atomically
+from .observe import observe
+from .runs import Run, RunState, RunStore, fold
+
+if TYPE_CHECKING:
+    from .backends.protocol import Backend, Handle, Place, Submission
+    from .contract.launch import LaunchSpec
+    from .planning.plan import Plan
+    from .specs.models import Cluster, Job
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an attempt is made from."""
+
+    job: Job
+    cluster: Cluster
+    plan: Plan
+    code: Bundle
+
+
+class Attempts:
+    """Makes attempts of the runs in ``store``. Templates are looked for in ``templates``, then ``user_templates``."""
+
+    def __init__(self, store: RunStore, templates: Path | None, user_templates: Path) -> None:
+        self.store = store
+        self.templates = templates
+        self.user_templates = user_templates
+
+    def open(self, cluster: Cluster, runtime: Bundle) -> Backend:
+        from . import backends
+
+        return backends.open(cluster, (runtime.digest, runtime.data), self.store.root)
+
+    def open_for(self, run: Run) -> Backend:
+        """The backend of a run that was submitted before, with the runtime that it was submitted with."""
+        from . import specs
+
+        event = run.last("submitting")
+        name = str(event.data["runtime"]) if event else ""
+        try:
+            runtime = Bundle(name, self.blob(name)) if name else runtime_bundle()
+        except FileNotFoundError:
+            runtime = runtime_bundle()
+        return self.open(specs.cluster_from_plain(run.about["cluster"]), runtime)
+
+    def code(self, folder: Path, job: Job) -> CodeBundle:
+        said = job.code
+        return code_bundle(folder, root=said.root, exclude=said.exclude, limit=said.limit, without=self.store.root)
+
+    def launch(
+        self, source: Source, run: str, attempt: int, runs: str, *, resume_step: int | None, token: str | None = None
+    ) -> LaunchSpec:
+        """The launch specification of ``attempt`` below the cluster's folder ``runs``; keeps the bytes it ships."""
+        from .contract.folder import blob
+        from .planning import launch_spec
+
+        runtime = self.keep(runtime_bundle())
+        code = self.keep(source.code)
+        return launch_spec(
+            source.plan,
+            source.job,
+            source.cluster,
+            run=run,
+            attempt=attempt,
+            run_dir=str(RunFolder.at(runs, run).root),
+            runtime=str(blob(runs, runtime.digest, ".zip")),
+            code=str(blob(runs, code.digest, ".tar.gz")),
+            token=token or secrets.token_hex(16),
+            secrets_file=f"{runs}/.secrets/{run}.json" if source.job.secrets else None,
+            resume_step=resume_step,
+        )
+
+    def render(self, source: Source, launch: LaunchSpec) -> bytes:
+        """The script that is submitted."""
+        from .render import render
+
+        return render(source.plan, source.cluster, launch, templates=self.templates, user_templates=self.user_templates)
+
+    def send(
+        self, backend: Backend, run: Run, source: Source, launch: LaunchSpec, secret_values: Mapping[str, str]
+    ) -> tuple[Run, Handle]:
+        """Writes the intent, submits, writes what came of it."""
+        submission = self._submission(run, source, launch, secret_values)
+        for name, data in submission.files.items():
+            if name != "run.json":
+                path = run.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, data)
+        attempt = launch.attempt
+        run = self.store.append(
+            run, "submitting", attempt, time.time(), name=submission.name, num_nodes=len(source.plan.nodes),
+            ranks=source.plan.topology.world_size, runtime=Path(launch.runtime).name, resume_step=launch.resume_step,
+        )  # fmt: skip
+        try:
+            handle = backend.submit(submission)
+        except Unreachable as problem:
+            found = self._look_again(backend, submission)
+            if found is None:
+                self.store.append(run, "submit_unanswered", attempt, time.time(), error=problem.message)
+                raise Unreachable(
+                    f"{problem.message}; whether {run.name} was queued is not known",
+                    hint=f"zerun status {run.name} finds out, and adopts the job if it is there",
+                ) from problem
+            handle = found
+        except ZerunError as problem:
+            self.store.append(run, "submit_failed", attempt, time.time(), error=problem.message)
+            raise
+        return self.store.append(run, "submitted", attempt, time.time(), handle=to_plain(handle)), handle
+
+    def _submission(self, run: Run, source: Source, launch: LaunchSpec, secret_values: Mapping[str, str]) -> Submission:
+        from .backends.protocol import Submission
+        from .planning import job_name
+
+        blobs = {Path(p).name: self.blob(Path(p).name) for p in (launch.runtime, launch.code) if p}
+        script = self.render(source, launch)
+        folder = RunFolder.at("/", run.name)
+        attempt = folder.attempt(launch.attempt)
+        files = {
+            str(attempt.script.relative_to(folder.root)): script,
+            str(attempt.launch.relative_to(folder.root)): dumps(launch),
+            "run.json": dumps(run.about),
+        }
+        name = job_name(run.name, launch.attempt)
+        return Submission(run.name, launch.attempt, name, launch, script, files, blobs, secret_values)
+
+    @staticmethod
+    def _look_again(backend: Backend, submission: Submission) -> Handle | None:
+        try:
+            return backend.find(submission.name, submission.run, submission.attempt)
+        except Unreachable:
+            return None
+
+    def look(self, backend: Backend, runs: Sequence[Run]) -> list[RunState]:
+        runs = [self.adopt(backend, run) for run in runs]
+        states = [fold(run, seen) for run, seen in zip(runs, observe(backend, runs), strict=True)]
+        for run, state in zip(runs, states, strict=True):
+            known = run.last("ended", attempt=state.attempt)
+            if state.ended and (known is None or known.data["state"] != state.state):
+                if known is None and run.about.get("job", {}).get("secrets"):
+                    forget_secrets(backend, run, state.attempt)
+                self.store.append(
+                    run, "ended", state.attempt, time.time(),
+                    state=state.state, exit_code=state.exit_code, why=state.why, since=state.since,
+                )  # fmt: skip
+        return states
+
+    def adopt(self, backend: Backend, run: Run) -> Run:
+        """A submit whose answer was lost finds its own job by its unique name."""
+        intent = run.last("submitting", attempt=run.attempt)
+        if run.handle is not None or intent is None or run.last("submit_failed", attempt=run.attempt):
+            return run
+        try:
+            found = backend.find(str(intent.data["name"]), run.name, run.attempt)
+        except (Unreachable, Refused):
+            return run
+        if found is None:
+            return run
+        return self.store.append(run, "submitted", run.attempt, time.time(), handle=to_plain(found), adopted=True)
+
+    # Blobs stay at home too: a resume on new nodes needs the very bytes that the run began with.
+
+    def keep(self, bundle: Bundle) -> Bundle:
+        path = self.store.root / ".blobs" / bundle.name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, bundle.data)
+        return bundle
+
+    def blob(self, name: str) -> bytes:
+        return (self.store.root / ".blobs" / name).read_bytes()
+
+
+def forget_secrets(backend: Backend, run: Run, attempt: int) -> None:
+    """The agents remove the secrets file at the end; a job that died before they started left it behind."""
+    for place in backend.places():
+        request = {"run_dir": str(RunFolder.at(place.runs, run.name).root), "attempt": attempt, "grace_s": 0}
+        with contextlib.suppress(ZerunError):  # nothing of the attempt is there, or nobody answers: it has ended
+            backend.call(place, "stop", request)
+
+
+def take_attempt(run: Run, attempt: int) -> None:
+    """Exclusive: of two shells that resume at once, one is told."""
+    try:
+        (run.folder / "attempts" / str(attempt)).mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(
+            f"attempt {attempt} of {run.name} is being made by another command", hint=f"zerun status {run.name}"
+        ) from None
+
+
+def one_folder(places: Sequence[Place]) -> str:
+    """``paths.runs`` as every place expands it; it has to be the same path everywhere."""
+    folders = {place.runs: place.transport.name for place in places}
+    if len(folders) > 1:
+        told = ", ".join(f"{folder} on {name}" for folder, name in folders.items())
+        raise UsageError(f"paths.runs is not the same path on every node: {told}", hint="write an absolute path")
+    return next(iter(folders))
