@@ -1,0 +1,55 @@
+"""Runs every benchmark and writes what they told into docs/performance.md: ``page.py [--quiet SECONDS] [NAME…]``.
+
+With names (``startup reach submit first_step``) only those are run; what the page says of the others stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+
+from measuring import PYTHON, ROOT, Figure, Report, cells, conditions
+
+PAGE = ROOT / "docs" / "performance.md"
+NAMES = ("startup", "reach", "submit", "first_step")
+
+
+def section(report: Report) -> str:
+    """The part of the page between a benchmark's two marks."""
+    rows = [cells(shown) for shown in report.figures]
+    lines = ["| | median | 95 % interval | to reach | |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    notes = "".join(f"{note[0].upper()}{note[1:]}. " for note in report.notes)
+    return f"`{report.command}`\n\n" + "\n".join(lines) + f"\n\n{notes}{conditions(report)}.\n"
+
+
+def write(report: Report) -> None:
+    begin, end = f"<!-- {report.benchmark}: begin -->\n", f"<!-- {report.benchmark}: end -->"
+    text = PAGE.read_text("utf-8")
+    found = re.search(re.escape(begin) + ".*?" + re.escape(end), text, re.DOTALL)
+    if found is None:
+        raise SystemExit(f"{PAGE} has no marks for {report.benchmark}")
+    PAGE.write_text(text[: found.start()] + begin + section(report) + end + text[found.end() :], "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=" ".join(NAMES))
+    parser.add_argument("--quiet", default="600", metavar="SECONDS", help="wait so long for a quiet machine")
+    given = parser.parse_args()
+    unknown = set(given.names) - set(NAMES)
+    if unknown:
+        raise SystemExit(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    for name in given.names or NAMES:
+        argv = [PYTHON, str(ROOT / "benchmarks" / f"{name}.py"), "--json", "--quiet", given.quiet]
+        said = json.loads(subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout)
+        report = Report(**{**said, "figures": [Figure(**shown) for shown in said["figures"]]})
+        write(report)
+        sys.stderr.write(f"{PAGE.relative_to(ROOT)}: {name} written\n")
+
+
+if __name__ == "__main__":
+    main()
