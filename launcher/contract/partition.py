@@ -16,7 +16,9 @@ is gathered and reduced in place. Only the last bucket of a unit is padded, to a
 A rank's shard of a unit is the concatenation of its parts, in bucket order; all stages of ZeRO use the
 same partition and differ only in *what* of it is held whole. With tensor parallelism of degree T a
 parameter that is split along an axis enters with its local shape, and there is one such layout a
-tensor rank (they are equal in size when T divides the axis, which is required).
+tensor rank. They are equal, because T divides the axis or the last rank's slice is padded (vocabularies).
+Split and replicated parameters never share a unit, so that what is replicated enters the norm once and
+is saved once; ``contract.slices`` knows which elements a tensor rank has.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter, once (tied names are listed in ``tied``). ``shape`` is the whole, undivided one."""
+    """One parameter, once (tied names are listed in ``tied``). ``shape`` is the whole, undivided one.
+
+    With tensor parallelism ``tensor_axis`` is cut over the tensor ranks. ``tensor_parts`` > 1: the axis
+    holds so many equal stretches (fused q, k and v), each of which is cut. ``tensor_padded``: the degree
+    need not divide the axis (a vocabulary); the last rank's slice is padded to the size of the others.
+    """
 
     name: str
     shape: Tuple[int, ...]
@@ -41,18 +48,27 @@ class Parameter:
     group: int = 0
     tensor_axis: Optional[int] = None
     tied: Tuple[str, ...] = ()
+    tensor_parts: int = 1
+    tensor_padded: bool = False
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
+    def is_split(self, tensor: int) -> bool:
+        """Whether each of ``tensor`` ranks holds a slice, or all of them the whole."""
+        return tensor > 1 and self.tensor_axis is not None
+
     def local_shape(self, tensor: int) -> Tuple[int, ...]:
         if self.tensor_axis is None or tensor == 1:
             return self.shape
         axis = self.tensor_axis
-        if self.shape[axis] % tensor:
-            raise ValueError(f"{self.name}: axis {axis} of {self.shape} does not divide by the tensor degree {tensor}")
-        return tuple(n // tensor if i == axis else n for i, n in enumerate(self.shape))
+        if self.shape[axis] % (tensor * self.tensor_parts) and not self.tensor_padded:
+            stretches = f" in {self.tensor_parts} stretches" if self.tensor_parts > 1 else ""
+            raise ValueError(
+                f"{self.name}: axis {axis} of {self.shape}{stretches} does not divide by the tensor degree {tensor}"
+            )
+        return tuple(-(-n // tensor) if i == axis else n for i, n in enumerate(self.shape))
 
     def local_numel(self, tensor: int) -> int:
         return prod(self.local_shape(tensor))
@@ -97,7 +113,7 @@ class Unit:
     def __post_init__(self) -> None:
         if self.bucket < self.ranks or self.bucket % self.ranks:
             raise ValueError(f"unit {self.name}: a bucket of {self.bucket} does not divide over {self.ranks} ranks")
-        kinds = {(p.dtype, p.group, p.trainable) for p in self.parameters}
+        kinds = {(p.dtype, p.group, p.trainable, p.is_split(self.tensor)) for p in self.parameters}
         if len(kinds) != 1:
             raise ValueError(f"unit {self.name} mixes dtypes, groups or trainability: {sorted(map(str, kinds))}")
 
@@ -112,6 +128,11 @@ class Unit:
     @property
     def group(self) -> int:
         return self.parameters[0].group
+
+    @property
+    def split(self) -> bool:
+        """Whether each tensor rank holds parameters of its own here, or all of them the same."""
+        return self.parameters[0].is_split(self.tensor)
 
     @cached_property
     def placed(self) -> Tuple[Placed, ...]:
@@ -207,14 +228,16 @@ def build(
 ) -> Layout:
     """The layout of parameters that come grouped into named units, in the order of use.
 
-    A named unit whose parameters differ in dtype, optimizer group or trainability is cut into one unit
-    for each kind (``name``, ``name#1``, …), because only equal kinds share a flat buffer.
+    A named unit whose parameters differ in dtype, optimizer group, trainability or in being split over
+    tensor ranks is cut into one unit for each kind (``name``, ``name#1``, …), because only equal kinds
+    share a flat buffer.
     """
     units: List[Unit] = []
     for name, parameters in groups:
-        kinds: Dict[Tuple[str, int, bool], List[Parameter]] = {}
+        kinds: Dict[Tuple[str, int, bool, bool], List[Parameter]] = {}
         for parameter in parameters:
-            kinds.setdefault((parameter.dtype, parameter.group, parameter.trainable), []).append(parameter)
+            kind = (parameter.dtype, parameter.group, parameter.trainable, parameter.is_split(tensor))
+            kinds.setdefault(kind, []).append(parameter)
         for index, members in enumerate(kinds.values()):
             bucket = max(1, bucket_bytes // ITEM_BYTES[members[0].dtype] // ranks) * ranks
             units.append(Unit(name if index == 0 else f"{name}#{index}", tuple(members), ranks, bucket, tensor))
