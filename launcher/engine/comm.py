@@ -67,6 +67,9 @@ class Comm(Protocol):
         or part ``rank`` of ``flat`` itself; ``flat`` and ``scratch`` (as long as ``flat``) are clobbered.
         """
 
+    def all_reduce(self, flat: Tensor, what: str) -> Pending:
+        """The sum of every rank's ``flat`` ``(size·k,)``, in place, with the same bits on all of them."""
+
     def exchange(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Tensor:
         """Small all-to-all: ``send`` holds ``send_counts[i]`` elements for rank ``i``, in rank order."""
 
@@ -234,6 +237,11 @@ class PeerComm(_Base):
             pending._finish()
         return pending
 
+    def all_reduce(self, flat: Tensor, what: str) -> Pending:
+        if self.size > 1:
+            self.reduce(flat, self._part(flat, self.rank), torch.empty_like(flat), what).wait()
+        return self.gather(flat, what)
+
     def _send(self, value: Tensor, to: int, tag: int) -> Any:
         return dist.isend(value, self._global[to], group=self.group, tag=tag)
 
@@ -279,6 +287,13 @@ class NativeComm(_Base):
         pending.summed = target if add else None
         return pending
 
+    def all_reduce(self, flat: Tensor, what: str) -> Pending:
+        if self.size == 1:
+            return _Waiting(self, what, [])
+        self._count(flat)
+        self._count(flat)  # a sum and a gather in one
+        return _Waiting(self, what, [(dist.all_reduce(flat, group=self.group, async_op=True), -1)])
+
 
 def connect(group: dist.ProcessGroup | None = None) -> Comm:
     """The way to communicate that suits the backend of ``group`` (default: all ranks)."""
@@ -302,6 +317,9 @@ class Alone:
             out.add_(flat)
         else:
             sum_rows([flat], out)
+        return _Done()
+
+    def all_reduce(self, flat: Tensor, what: str) -> Pending:
         return _Done()
 
     def exchange(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Tensor:
