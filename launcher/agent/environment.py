@@ -157,6 +157,9 @@ def of_rank(base: Mapping[str, str], spec: LaunchSpec, seat: Seat) -> Environmen
     result.setdefault("OMP_NUM_THREADS", str(spec.cpus_per_slot or max(1, _cores() // slots)))
     if seat.interface:
         result.setdefault("GLOO_SOCKET_IFNAME", seat.interface)
+    if spec.program is not None:
+        # `from zerun import ZeroEngine` works in a script that nothing was installed for; behind all else.
+        result["PYTHONPATH"] = os.pathsep.join(p for p in (result.get("PYTHONPATH"), spec.runtime) if p)
     devices = spec.nodes[seat.node_rank].devices
     if devices is not None and spec.device_kind == "gpu":
         result["CUDA_VISIBLE_DEVICES"] = ",".join(str(d) for d in devices)

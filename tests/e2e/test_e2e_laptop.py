@@ -149,3 +149,35 @@ def test_a_training_job_at_its_limit_saves_and_can_go_on(laptop: Site) -> None:
     laptop.zerun("submit", "jobs/long.yaml", "--cluster", "here", "--follow", code=75, timeout_s=90)
     state = laptop.json("status", "last")
     assert state["state"] == "stopped" and len(state["checkpoints"]) == 1
+
+
+DDP = """\
+import os
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from zerun import ZeroEngine
+
+dist.init_process_group("gloo")  # env://, as under torchrun
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 3))
+model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+total = model.module.weight.grad.sum()
+own = torch.nn.Linear(4, 3)
+zero = ZeroEngine(own, {"zero": {"stage": 3}, "optimizer": {"lr": 1e-2}})
+zero.backward(own(torch.ones(2, 4) * (rank + 1)).sum())
+info = zero.step()
+assert ZeroEngine.__module__.startswith("_zerun."), ZeroEngine.__module__  # the shipped one
+print(f"rank {rank} of {dist.get_world_size()}: {total:.3f} {info.grad_norm:.3f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_torchrun_style_script_runs_unchanged_and_may_use_the_engine(laptop: Site) -> None:
+    laptop.write("script.py", DDP)
+    text = PROGRAM.format(name="ddp", nodes=1, time="5:00", python="python", more="")
+    laptop.write("jobs/ddp.yaml", text)
+    run = laptop.zerun("submit", "jobs/ddp.yaml", "--cluster", "here", "--follow").stdout.strip()
+    lines = sorted(line.split("  ", 1)[1] for line in laptop.zerun("logs", run).stdout.splitlines())
+    # The mean over ranks of 2·(rank + 1) a weight is 3: 36 in all; with the bias (2 each) its norm is √(12·9 + 3·4).
+    assert lines == ["rank 0 of 2: 36.000 10.954", "rank 1 of 2: 36.000 10.954"]
