@@ -8,17 +8,22 @@ cut atoms as raw elements. One small all-to-all and one small all-gather a step.
 
 ``torch.sum`` over rows of 256 doubles depends on the row alone (tested), so sums over rows are the one
 reduction used.
+
+A rank plans for itself: what it holds, and what it lacks of the blocks that begin with it. Nobody walks
+over the shards of all ranks; the one list as long as the model has a number a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract.partition import Unit
+from ..contract.partition import Placed, Unit
 from .comm import Comm
 from .flat import FlatUnit
 
@@ -27,23 +32,24 @@ BLOCK = 2**16
 _CHUNK = BLOCK // ATOM  # atoms squared at once: half a megabyte of doubles stays in the cache
 
 
-class _Full(NamedTuple):
-    """``atoms`` whole atoms from position ``source`` of unit ``unit``'s gradient; sums go to ``slot``."""
+class _Run(NamedTuple):
+    """``atoms`` whole atoms from position ``source`` of unit ``unit``'s gradient."""
 
     unit: int
     source: int
     atoms: int
-    slot: int
 
 
-class _Fragment(NamedTuple):
-    """A run of one parameter on one rank, cut at atoms: whole ones, or less than one."""
+class _Arrival(NamedTuple):
+    """A fragment of a block that this rank sums, sorted as the messages that bring it: by sender, then place."""
 
+    sender: int
+    unit: int
+    at: int  # in the unit
     block: int
     atom: int  # in the parameter
-    start: int  # in the parameter
-    stop: int
-    source: int  # position in the rank's gradient
+    first: int  # in the atom
+    width: int  # atoms, or elements of a cut one
     whole: bool
 
 
@@ -55,135 +61,131 @@ class NormPlan:
         self.comm = comm
         self.device = units[0].full.device
         self._block_base: list[list[int]] = []  # of each unit, each parameter: its first block's number
-        self._owner: list[int] = []  # of each block
+        self._owner = array("i")  # of each block
         for flat in self.units:
             self._number_blocks(flat.unit)
-        self._plan()
+        self._plan_sends()
+        self._plan_arrivals()
+        self._gather_order()
+        self._squares = torch.empty((_CHUNK, ATOM), dtype=torch.float64, device=self.device)
 
     def _number_blocks(self, unit: Unit) -> None:
         bases = []
         for placed in unit.placed:
             bases.append(len(self._owner))
-            for start in range(placed.start, placed.stop, BLOCK):
-                self._owner.append(owner_of(unit, start))
+            start = placed.start
+            while start < placed.stop:
+                first, stop = unit.bucket_range(start // unit.bucket)
+                width = (stop - first) // unit.ranks
+                starts = range(start, min(stop, placed.stop), BLOCK)
+                self._owner.extend([(at - first) // width for at in starts])
+                start += len(starts) * BLOCK
         self._block_base.append(bases)
 
-    def _fragments(self, rank: int) -> list[tuple[int, _Fragment]]:
-        """Everything that ``rank`` holds, cut at atoms and blocks, with the unit's number, in a fixed order."""
-        found: list[tuple[int, _Fragment]] = []
+    def _plan_sends(self) -> None:
+        """What this rank holds goes to whoever sums its block. Staged are first the sums of all whole atoms, then
+        the elements of cut ones; a message holds its part of them in the order of the shard."""
+        sends: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.comm.size)]  # (staged, width, whole)
+        self._runs: list[_Run] = []
+        raw: list[list[tuple[int, int]]] = [[] for _ in self.units]  # (source, numel)
+        atoms = elements = 0
+        for number, placed, index, start, stop, offset in self._own():
+            base = self._block_base[number][index]
+            source_of = placed.start if self.units[number].whole_gradient else offset - start
+            for at, end, whole in _cut(start, stop):
+                to = sends[self._owner[base + at // BLOCK]]
+                if whole:
+                    width = (end - at) // ATOM
+                    to.append((atoms, width, True))
+                    self._add_run(number, source_of + at, width)
+                    atoms += width
+                else:
+                    to.append((elements, end - at, False))
+                    raw[number].append((source_of + at, end - at))
+                    elements += end - at
+        self._atoms = atoms
+        self._staged = torch.zeros(atoms + elements, dtype=torch.float64, device=self.device)
+        self._raw = [self._index(_ranges(rows)) for rows in raw]
+        self._order = self._index(_ranges([(at if whole else atoms + at, n) for to in sends for at, n, whole in to]))
+        self._send_counts = [sum(width for _, width, _ in to) for to in sends]
+
+    def _own(self) -> Iterator[tuple[int, Placed, int, int, int, int]]:
+        """This rank's pieces: (unit, placed parameter, its index, start and stop in it, offset in the shard)."""
         for number, flat in enumerate(self.units):
-            unit = flat.unit
-            index_of = {placed.parameter.name: i for i, placed in enumerate(unit.placed)}
-            for piece in unit.pieces(rank):
+            index_of = {placed.parameter.name: i for i, placed in enumerate(flat.unit.placed)}
+            for piece in flat.unit.pieces(self.comm.rank):
                 index = index_of[piece.parameter.name]
-                at = piece.start
-                while at < piece.stop:
-                    block_stop = min(piece.stop, (at // BLOCK + 1) * BLOCK)
-                    if at % ATOM == 0 and block_stop - at >= ATOM:
-                        stop, whole = at + (block_stop - at) // ATOM * ATOM, True
-                    else:
-                        stop, whole = min(block_stop, (at // ATOM + 1) * ATOM), False
-                    if flat.whole_gradient:
-                        source = unit.placed[index].start + at
-                    else:
-                        source = piece.offset + at - piece.start
-                    block = self._block_base[number][index] + at // BLOCK
-                    found.append((number, _Fragment(block, at // ATOM, at, stop, source, whole)))
-                    at = stop
-        return found
+                yield number, flat.unit.placed[index], index, piece.start, piece.stop, piece.offset
 
-    def _plan(self) -> None:
-        """What goes to whom: each message holds raw elements and atom sums, in the sender's order."""
-        me, size = self.comm.rank, self.comm.size
-        sends: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # ranges of positions of the stage vector
-        receives = [0] * size
-        rows: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (block, atom): (in atom, position, numel)
-        sums: dict[tuple[int, int], int] = {}  # (block, atom): position among what was received
-        full: list[_Full] = []
-        raw: list[list[tuple[int, int, int]]] = [[] for _ in self.units]  # (source, numel, position)
-        staged = received = 0
-        for rank in range(size):
-            for number, fragment in self._fragments(rank):
-                owner = self._owner[fragment.block]
-                numel = fragment.stop - fragment.start
-                width = numel // ATOM if fragment.whole else numel
-                if rank == me:
-                    if fragment.whole:
-                        full.append(_Full(number, fragment.source, width, staged))
-                    else:
-                        raw[number].append((fragment.source, numel, staged))
-                    sends[owner].append((staged, width))
-                    staged += width
-                if owner == me:
-                    if fragment.whole:
-                        for i in range(width):
-                            sums[fragment.block, fragment.atom + i] = received + i
-                    else:
-                        row = rows.setdefault((fragment.block, fragment.atom), [])
-                        row.append((fragment.start % ATOM, received, numel))
-                    received += width
-                    receives[rank] += width
-        self._full = full
-        self._staged = torch.zeros(staged, dtype=torch.float64, device=self.device)
-        self._raw = [self._raw_index(r) for r in raw]
-        self._order = self._ranges([r for row in sends for r in row])
-        self._send_counts = [sum(width for _, width in row) for row in sends]
-        self._receive_counts = receives
-        self._atoms_of_owned(rows, sums, received)
-        self._gather_order()
-        self._squares = torch.empty((_CHUNK, ATOM), dtype=torch.float64, device=self.device)
+    def _add_run(self, number: int, source: int, atoms: int) -> None:
+        """Neighbours in gradient and stage become one run, which need not end where a block does."""
+        last = self._runs[-1] if self._runs else None
+        if last is not None and last.unit == number and last.source + last.atoms * ATOM == source:
+            self._runs[-1] = _Run(number, last.source, last.atoms + atoms)
+        else:
+            self._runs.append(_Run(number, source, atoms))
 
-    def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+    def _plan_arrivals(self) -> None:
+        """What arrives of the blocks that begin with this rank, and where each atom of them then stands."""
+        arrivals: list[_Arrival] = []
+        for number, placed, index, start, stop, _ in self._own():
+            unit, base = self.units[number].unit, self._block_base[number][index]
+            numel = placed.stop - placed.start
+            for first in range(-(-start // BLOCK) * BLOCK, stop, BLOCK):
+                block = base + first // BLOCK
+                for sender, a, b in _spans(unit, placed.start + first, placed.start + min(first + BLOCK, numel)):
+                    for at, end, whole in _cut(a - placed.start, b - placed.start):
+                        width = (end - at) // ATOM if whole else end - at
+                        where = (placed.start + at, block, at // ATOM, at % ATOM)
+                        arrivals.append(_Arrival(sender, number, *where, width, whole))
+        arrivals.sort()
+        self._receive_counts = [0] * self.comm.size
+        for arrival in arrivals:
+            self._receive_counts[arrival.sender] += arrival.width
+        self._atoms_of_owned(arrivals, sum(self._receive_counts))
 
-    def _ranges(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        if not ranges:
-            return self._index([])
-        pieces = [torch.arange(a, a + n, dtype=torch.int32, device=self.device) for a, n in ranges]
-        return torch.cat(pieces)
-
-    def _raw_index(self, rows: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor] | None:
-        if not rows:
-            return None
-        return self._ranges([(s, n) for s, n, _ in rows]), self._ranges([(p, n) for _, n, p in rows]).long()
-
-    def _atoms_of_owned(
-        self, rows: dict[tuple[int, int], list[tuple[int, int, int]]], sums: dict[tuple[int, int], int], received: int
-    ) -> None:
+    def _atoms_of_owned(self, arrivals: Sequence[_Arrival], received: int) -> None:
         """Index matrices over what was received (and a zero behind it): atoms of elements, blocks of atoms."""
-        zero = received
-        cut = torch.full((len(rows), ATOM), zero, dtype=torch.int32)
-        where = dict(sums)
-        for number, (key, parts) in enumerate(sorted(rows.items())):
-            for at, position, numel in parts:
-                cut[number, at : at + numel] = torch.arange(position, position + numel, dtype=torch.int32)
-            where[key] = received + 1 + number
-        owned = sorted({block for block, _ in where})
-        number_of = {block: i for i, block in enumerate(owned)}
-        blocks = torch.full((len(owned), BLOCK // ATOM), zero, dtype=torch.int32)
-        for (block, atom), position in where.items():
-            blocks[number_of[block], atom % (BLOCK // ATOM)] = position
-        self._cut = cut.to(self.device)
-        self._blocks = blocks.to(self.device)
+        atoms_a_block = BLOCK // ATOM
+        row_of = {block: row for row, block in enumerate(sorted({a.block for a in arrivals}))}
+        cut_row = {key: row for row, key in enumerate(sorted({(a.block, a.atom) for a in arrivals if not a.whole}))}
+        blocks = array("i", [received]) * (len(row_of) * atoms_a_block)
+        cut = array("i", [received]) * (len(cut_row) * ATOM)
+        for (block, atom), row in cut_row.items():
+            blocks[row_of[block] * atoms_a_block + atom % atoms_a_block] = received + 1 + row
+        position = 0
+        for a in arrivals:
+            if a.whole:
+                place, into = row_of[a.block] * atoms_a_block + a.atom % atoms_a_block, blocks
+            else:
+                place, into = cut_row[a.block, a.atom] * ATOM + a.first, cut
+            into[place : place + a.width] = array("i", range(position, position + a.width))
+            position += a.width
+        self._cut = self._index(cut).view(len(cut_row), ATOM)
+        self._blocks = self._index(blocks).view(len(row_of), atoms_a_block)
 
     def _gather_order(self) -> None:
         """Where block b, in parameter order, stands in the gathered sums of all owners."""
-        counts = [0] * self.comm.size
-        position = []
+        self._widest = max(Counter(self._owner).values())
+        place = [owner * self._widest for owner in range(self.comm.size)]
+        order = array("i")
         for owner in self._owner:
-            position.append((owner, counts[owner]))
-            counts[owner] += 1
-        self._widest = max(counts)
-        self._in_order = self._index([owner * self._widest + n for owner, n in position])
+            order.append(place[owner])
+            place[owner] += 1
+        self._in_order = self._index(order)
+
+    def _index(self, values: array[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def sum_of_squares(self) -> float:
         """Σ g² over the whole gradient of all ranks; equal on every rank, to the bit."""
-        for run in self._full:
-            self._square_whole(run)
+        self._square_whole()
+        at = self._atoms
         for number, index in enumerate(self._raw):
             gradient = self.units[number].gradient
-            if index is not None and gradient is not None:
-                self._staged[index[1]] = gradient.index_select(0, index[0]).double()
+            if index.numel() and gradient is not None:
+                self._staged[at : at + index.numel()].copy_(gradient.index_select(0, index))
+                at += index.numel()
         received = self.comm.exchange(
             self._staged.index_select(0, self._order), self._send_counts, self._receive_counts, "gradient norm"
         )
@@ -196,22 +198,65 @@ class NormPlan:
         everyone = self.comm.gather_small(owned, "gradient norm")
         return float(sum_in_rows(everyone.view(-1).index_select(0, self._in_order)))
 
-    def _square_whole(self, run: _Full) -> None:
-        gradient = self.units[run.unit].gradient
-        assert gradient is not None
-        for first in range(0, run.atoms, _CHUNK):
-            count = min(_CHUNK, run.atoms - first)
-            at = run.source + first * ATOM
+    def _square_whole(self) -> None:
+        """Sums of squares of all whole atoms, a chunk of them at a time, of as many runs as it takes to fill one."""
+        done = filled = 0
+        for run in self._runs:
+            gradient = self.units[run.unit].gradient
+            assert gradient is not None
+            first = 0
+            while first < run.atoms:
+                count = min(_CHUNK - filled, run.atoms - first)
+                values = gradient.as_strided((count, ATOM), (ATOM, 1), run.source + first * ATOM)
+                self._squares[filled : filled + count].copy_(values)
+                first, filled = first + count, filled + count
+                if filled == _CHUNK:
+                    done, filled = self._sum_chunk(done, filled), 0
+        self._sum_chunk(done, filled)
+
+    def _sum_chunk(self, done: int, count: int) -> int:
+        if count:
             squares = self._squares[:count]
-            squares.copy_(gradient[at : at + count * ATOM].view(count, ATOM))
             squares.mul_(squares)
-            torch.sum(squares, 1, out=self._staged[run.slot + first : run.slot + first + count])
+            torch.sum(squares, 1, out=self._staged[done : done + count])
+        return done + count
 
 
 def owner_of(unit: Unit, position: int) -> int:
     """The rank that owns flat element ``position`` of ``unit``."""
     start, stop = unit.bucket_range(position // unit.bucket)
     return (position - start) // ((stop - start) // unit.ranks)
+
+
+def _spans(unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The owners of flat [start, stop) of ``unit``, in order: (rank, start, stop)."""
+    while start < stop:
+        first, last = unit.bucket_range(start // unit.bucket)
+        width = (last - first) // unit.ranks
+        rank = (start - first) // width
+        end = min(stop, first + (rank + 1) * width)
+        yield rank, start, end
+        start = end
+
+
+def _cut(start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+    """Elements [start, stop) of a parameter, cut at blocks and atoms: (start, stop, whether whole atoms)."""
+    while start < stop:
+        block_stop = min(stop, (start // BLOCK + 1) * BLOCK)
+        if start % ATOM == 0 and block_stop - start >= ATOM:
+            end, whole = start + (block_stop - start) // ATOM * ATOM, True
+        else:
+            end, whole = min(block_stop, (start // ATOM + 1) * ATOM), False
+        yield start, end, whole
+        start = end
+
+
+def _ranges(ranges: Sequence[tuple[int, int]]) -> array[int]:
+    """Every number of (first, count) after (first, count)."""
+    found = array("i")
+    for first, count in ranges:
+        found.extend(range(first, first + count))
+    return found
 
 
 def sum_in_rows(values: Tensor) -> Tensor:
