@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +149,23 @@ def test_what_slurm_refuses_is_told_in_its_own_words(slurm: Site) -> None:
 def test_the_cluster_is_checked(slurm: Site) -> None:
     done = slurm.zerun("cluster", "check", "uni", code=None)
     assert "login" in done.stdout and "train" in done.stdout, done.stdout + done.stderr
+
+
+def test_on_the_login_node_itself(slurm: Site, testbed: Any) -> None:
+    """The same job from a shell on the login node: no SSH, sbatch is right there."""
+    shared = testbed.home() / "here"
+    text = (slurm.folder / "clusters/uni.yaml").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("login:", "ssh:"))]
+    slurm.write("clusters/here.yaml", "\n".join(lines).replace("~/zerun", f"/home/{testbed.user}/here"))
+    slurm.write("script.py", "import os\nprint('rank', os.environ['RANK'], flush=True)\n")
+    slurm.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=2, time="5:00", python="python3", more=""))
+    command = [
+        "env", "-C", str(slurm.folder), "LANG=C.UTF-8", f"XDG_CONFIG_HOME={slurm.folder}/config",
+        str(Path(sys.executable).with_name("zerun")), "submit", "jobs/p.yaml", "--cluster", "here", "--follow",
+    ]  # fmt: skip
+    done = testbed.exec("login", command, user=None)
+    assert done.returncode == 0, done
+    run = done.stdout.decode().strip()
+    assert (shared / run / "attempts/1/nodes").is_dir()
+    told = done.stderr.decode()
+    assert all(f"rank {i}" in told for i in range(4)), told
