@@ -177,6 +177,10 @@ class NormPlan:
     def _index(self, values: array[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
+    def storages(self) -> list[Tensor]:
+        """Every tensor that this object keeps."""
+        return [self._squares, self._staged, self._order, self._cut, self._blocks, self._in_order, *self._raw]
+
     def sum_of_squares(self) -> float:
         """Σ g² over the whole gradient of all ranks; equal on every rank, to the bit."""
         self._square_whole()

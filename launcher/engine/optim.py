@@ -34,6 +34,10 @@ class FlatAdamW:
             members = [r for r in runs if (r.group, str(r.parameter.dtype), str(r.parameter.device)) == key]
             self._sets.append(_Set(members))
 
+    def storages(self) -> list[Tensor]:
+        """Every tensor that this object keeps beside the moments."""
+        return [rows for chosen in self._sets for rows in chosen.storages]
+
     def step(self, lr: float, factor: float) -> None:
         """One update of every run with ``factor`` × its gradient (which is clobbered)."""
         self.updates += 1
@@ -55,6 +59,7 @@ class _Set:
         self._rows: list[list[Tensor]] = [[] for _ in range(4)]
         rests = sum(1 for c in columns if c[0].numel() % LANES)
         self._scratch = [torch.zeros(rests, LANES, dtype=like.dtype, device=like.device) for _ in range(4)]
+        self.storages = list(self._scratch)
         row = 0
         for column in columns:
             whole = column[0].numel() // LANES * LANES

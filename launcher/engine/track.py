@@ -1,0 +1,260 @@
+"""Every storage that tensors live in, from birth to death: what is held, of what kind, and when.
+
+A storage counts once, whoever views it: its bytes from the operation that made it to the moment when the last
+reference goes, and ``resize_`` in between (stage 3 shrinks a released unit to nothing). The ledger is the same
+for a real run (:class:`Recorder`) and for a run on nothing (``engine.simulate``), so that the two can be held
+against each other to the byte. Not counted: what a kernel or a library holds inside a call, mapped files.
+
+A storage's category is claimed by the engine for what it keeps (:func:`claim`), else told by when it lived:
+
+=============  ====================================================================================
+parameters     stages 0 to 2 whole, stage 3 this rank's shards; frozen ones and buffers too
+gradients      accumulated ones
+optimizer      moments, and the fp32 master of 16-bit parameters
+gathered       stage 3: whole parameters while they are needed
+buckets        communication buffers that are kept
+norm           indices and sums of the gradient norm; padding rows of the optimizer
+activations    born in forward, alive when backward begins
+recomputed     activations that backward makes again
+temporaries    everything else
+=============  ====================================================================================
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from .zero import ZeroEngine
+
+CATEGORIES = (
+    "parameters", "gradients", "optimizer", "gathered", "buckets", "norm", "activations", "recomputed", "temporaries",
+)  # fmt: skip
+BUILD, FORWARD, BACKWARD, UPDATE = "build", "forward", "backward", "update"
+
+_FROM_FILE = torch.ops.aten.from_file.default
+_BORN_AS_VIEWS = {torch.ops.aten.lift_fresh.default}  # what Python values become
+
+
+class Life:
+    """One storage. ``born`` and ``died`` are places in the ledger's log."""
+
+    __slots__ = ("again", "born", "category", "died", "kept", "phase", "size")
+
+    def __init__(self, phase: str, born: int, again: bool) -> None:
+        self.phase, self.born, self.again = phase, born, again
+        self.died = -1
+        self.size = 0
+        self.category = ""
+        self.kept: weakref.ref[Any] | None = None
+
+
+class Ledger:
+    """Counts. ``log`` holds every change as (storage, bytes more or less), ``phases`` where each phase begins.
+
+    ``nothing`` says that tensors are fake ones, which stand on meta storages; elsewhere those are nobody's bytes.
+    """
+
+    def __init__(self, *, nothing: bool = False) -> None:
+        self.nothing = nothing
+        self.total = 0
+        self.peak = 0
+        self.log: list[tuple[Life, int]] = []
+        self.phases: list[tuple[int, str]] = [(0, BUILD)]
+        self._phase = BUILD
+        self._lives: dict[int, Life] = {}
+
+    def begin(self, phase: str) -> None:
+        """What follows belongs to ``phase``."""
+        self._phase = phase
+        self.phases.append((len(self.log), phase))
+
+    def saw(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        life = self._lives.get(key)
+        if life is None:
+            if not self.nothing and storage.device.type == "meta":
+                return
+            again = self._phase == BACKWARD and torch.is_grad_enabled()
+            life = self._lives[key] = Life(self._phase, len(self.log), again)
+            life.kept = weakref.ref(storage, lambda _: self._gone(key))
+        size = storage.nbytes()
+        if size != life.size:
+            self._change(life, size - life.size)
+
+    def _change(self, life: Life, more: int) -> None:
+        life.size += more
+        self.log.append((life, more))
+        self.total += more
+        if self.total > self.peak:
+            self.peak = self.total
+
+    def _gone(self, key: int) -> None:
+        life = self._lives.pop(key)
+        life.died = len(self.log)
+        if life.size:
+            self._change(life, -life.size)
+
+    def ignore(self, tensor: Tensor) -> None:
+        """A mapped file is nobody's memory."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        life = self._lives[key] = Life(self._phase, len(self.log), False)
+        life.size = storage.nbytes()
+        life.kept = weakref.ref(storage, lambda _: self._lives.pop(key, None))
+
+    def claim(self, category: str, tensors: Iterable[Tensor | None]) -> None:
+        """These tensors' storages are of ``category``, whenever they were made."""
+        for tensor in tensors:
+            life = None if tensor is None else self._lives.get(tensor.untyped_storage()._cdata)
+            if life is not None:
+                life.category = category
+
+    @contextmanager
+    def resizes_watched(self) -> Iterator[None]:
+        """``UntypedStorage.resize_`` is told, for as long as this lasts."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            done = plain(storage, size)
+            if storage._cdata in self._lives:
+                self.saw(storage)
+            return done
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+
+def claim(ledger: Ledger, engine: ZeroEngine) -> None:
+    """Tells the ledger what the engine keeps, and as what."""
+    for unit in engine.units:
+        sharded = unit.shard is not None
+        ledger.claim("gathered" if sharded else "parameters", [unit.full])
+        ledger.claim("parameters", [unit.shard])
+        ledger.claim("gradients", [unit.gradient])
+        ledger.claim("optimizer", [*unit.moments, unit.master])
+    ledger.claim("parameters", engine.model.buffers())
+    ledger.claim("buckets", engine.flow.storages())
+    ledger.claim("norm", [*engine.norm.storages(), *engine.optimizer.storages()])
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps a ledger of a real run: ``with Recorder() as ledger``."""
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = ledger or Ledger()
+        self._makes: dict[Any, bool] = {}
+        self._watching: Any = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is nothing compiled here, and skipping it would import a compiler
+
+    def __enter__(self) -> Recorder:
+        self._watching = self.ledger.resizes_watched()
+        self._watching.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *about: Any) -> None:
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
+        self._watching.__exit__(*about)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        makes = self._makes.get(function)
+        if makes is None:
+            makes = self._makes[function] = makes_storages(function)
+        if makes:
+            if function is _FROM_FILE:
+                self.ledger.ignore(result)
+            else:
+                see_all(self.ledger, result)
+        return result
+
+
+def makes_storages(function: Any) -> bool:
+    """Views make none."""
+    return function in _BORN_AS_VIEWS or not getattr(function, "is_view", False)
+
+
+def see_all(ledger: Ledger, result: Any) -> None:
+    """Every tensor of an operation's result."""
+    if isinstance(result, Tensor):
+        ledger.saw(result.untyped_storage())
+    elif isinstance(result, (list, tuple)):
+        for item in result:
+            see_all(ledger, item)
+
+
+class Moment(NamedTuple):
+    """What was alive at one place of the log, by category."""
+
+    total: int
+    holds: dict[str, int]
+    at: int
+
+
+class Recorded:
+    """The ledger's log from ``start`` on: each phase's peak and what was alive then, and every category over time."""
+
+    def __init__(self, ledger: Ledger, start: int) -> None:
+        self.start = start
+        self.peaks: dict[str, Moment] = {}
+        self.rows: list[tuple[int, ...]] = []  # bytes by category after every change
+        self.phases = [(at - start, phase) for at, phase in ledger.phases if at >= start]
+        names = {name: number for number, name in enumerate(CATEGORIES)}
+        backward_starts = [at for at, phase in ledger.phases if phase == BACKWARD]
+        held = [0] * len(CATEGORIES)
+        categories: dict[int, int] = {}
+        for life, more in ledger.log[:start]:
+            held[_number(life, categories, names, backward_starts)] += more
+        marks = [*ledger.phases, (len(ledger.log) + 1, "")]
+        mark = max(i for i, (at, _) in enumerate(marks) if at <= start)
+        for at in range(start, len(ledger.log)):
+            while marks[mark + 1][0] <= at:
+                mark += 1
+                self._see(marks[mark][1], held, at)
+            life, more = ledger.log[at]
+            held[_number(life, categories, names, backward_starts)] += more
+            self.rows.append(tuple(held))
+            self._see(marks[mark][1], held, at)
+
+    def _see(self, phase: str, held: Sequence[int], at: int) -> None:
+        total, known = sum(held), self.peaks.get(phase)
+        if known is None or total > known.total:
+            holds = {c: n for c, n in zip(CATEGORIES, held) if n}  # noqa: B905 (Python 3.9 on the nodes)
+            self.peaks[phase] = Moment(total, holds, at - self.start)
+
+    @property
+    def peak(self) -> Moment:
+        """The largest of all phases' peaks."""
+        return max(self.peaks.values(), key=lambda moment: moment.total)
+
+
+def _number(life: Life, known: dict[int, int], names: dict[str, int], backward_starts: Sequence[int]) -> int:
+    number = known.get(id(life))
+    if number is None:
+        number = known[id(life)] = names[life.category or _category(life, backward_starts)]
+    return number
+
+
+def _category(life: Life, backward_starts: Sequence[int]) -> str:
+    """Told by when it lived: see the module's table."""
+    if life.phase == FORWARD:
+        following = bisect_left(backward_starts, life.born)
+        if following < len(backward_starts) and (life.died < 0 or life.died > backward_starts[following]):
+            return "activations"
+    return "recomputed" if life.again else "temporaries"
