@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .attempts import Attempts, Source, one_folder, take_attempt
+from .attempts import Attempts, Source, not_known, one_folder, remembered, take_attempt
 from .bundles import Bundle, runtime_bundle
-from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Unreachable, UsageError
+from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
 from .contract.plain import to_plain
 from .observe import ask
-from .runs import EXITS, Run, RunState, RunStore
+from .runs import Run, RunState, RunStore
 
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Finding, Handle
@@ -167,8 +167,9 @@ class App:
             places = backend.places()  # connects: nothing is written for a cluster that does not answer
             run = self.store.create(run_name, about)
             source = Source(loaded_job, loaded_cluster, plan, code)
-            launch = self.attempts.launch(source, run_name, 1, one_folder(places), resume_step=None)
-            run, handle = self.attempts.send(backend, run, source, launch, secret_values)
+            with run.making():
+                launch = self.attempts.launch(source, run_name, 1, one_folder(places), resume_step=None)
+                run, handle = self.attempts.send(backend, run, source, launch, secret_values)
         finally:
             backend.close()
         return Submitted(run.name, 1, handle, (code.sentence(), *code.notes))
@@ -189,22 +190,31 @@ class App:
 
     def list_runs(self) -> list[RunState]:
         """Every run at home, oldest first; those not known to have ended are asked after, a cluster at a time."""
-        loaded = [self.store.load(name) for name in self.store.names()]
+        names = self.store.names()
         states: dict[str, RunState] = {}
         asked: dict[str, list[Run]] = {}
-        for run in loaded:
-            remembered = _remembered(run)
-            if remembered is not None:
-                states[run.name] = remembered
-            else:
-                asked.setdefault(str(run.about["cluster_name"]), []).append(run)
-        for runs in asked.values():
-            backend = self.attempts.open_for(runs[-1])
+        for name in names:
             try:
-                states.update({state.run: state for state in self.attempts.look(backend, runs)})
-            finally:
-                backend.close()
-        return [states[run.name] for run in loaded]
+                run = self.store.load(name)
+                states[name] = remembered(run) or not_known(name, "nobody was asked", run)
+            except ZerunError as problem:  # one damaged folder must not hide the other runs
+                states[name] = not_known(name, problem.message)
+                continue
+            if not states[name].ended:
+                asked.setdefault(states[name].cluster, []).append(run)
+        for runs in asked.values():
+            try:
+                states.update({state.run: state for state in self._look_once(runs)})
+            except ZerunError as problem:
+                states.update({run.name: not_known(run.name, problem.message, run) for run in runs})
+        return [states[name] for name in names]
+
+    def _look_once(self, runs: Sequence[Run]) -> list[RunState]:
+        backend = self.attempts.open_for(runs[-1])
+        try:
+            return self.attempts.look(backend, runs)
+        finally:
+            backend.close()
 
     def wait(self, run: str, timeout_s: float | None = None, notice: Notice | None = None) -> RunState:
         """Returns when the run has ended, or with a living state when ``timeout_s`` has passed."""
@@ -250,9 +260,14 @@ class App:
         backend = self.attempts.open_for(loaded)
         try:
             before = self.attempts.look(backend, [loaded])[0]
-            if before.ended:
-                return before
             loaded = self.store.load(loaded.name)
+            if before.ended:
+                # An agent that was killed could not end what its ranks had left in sessions of their own.
+                if before.state == "failed" and loaded.handle is not None:
+                    backend.cancel(loaded.handle, loaded.name, before.attempt)
+                return before
+            if before.state == "submitting":
+                raise UsageError(f"{loaded.name}: {before.why}", hint=f"zerun cancel {loaded.name} again, in a moment")
             loaded = self.store.append(loaded, "cancelling", before.attempt, time.time())
             if loaded.handle is not None:
                 backend.cancel(loaded.handle, loaded.name, before.attempt)
@@ -350,16 +365,18 @@ class App:
             check_engine(plan)
             refuse_what_cannot_fit(plan)
             attempt = max(state.attempt, loaded.attempt) + 1
-            take_attempt(loaded, attempt)
             code_name = str(loaded.about["code"]["name"])
             source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)))
-            launch = self.attempts.launch(
-                source, loaded.name, attempt, one_folder(backend.places()), resume_step=chosen.step
-            )
-            if not launch.shared:
-                moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
-                notes += [moved] if moved else []
-            loaded, handle = self.attempts.send(backend, loaded, source, launch, secret_values)
+            with loaded.making():
+                loaded = self.store.load(loaded.name)
+                take_attempt(loaded, attempt)
+                launch = self.attempts.launch(
+                    source, loaded.name, attempt, one_folder(backend.places()), resume_step=chosen.step
+                )
+                if not launch.shared:
+                    moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
+                    notes += [moved] if moved else []
+                loaded, handle = self.attempts.send(backend, loaded, source, launch, secret_values)
         finally:
             backend.close()
         return Submitted(loaded.name, attempt, handle, tuple(notes))
@@ -422,28 +439,6 @@ def refuse_to_resume(state: RunState, *, again: bool) -> None:
             f"{state.run} is done: nothing is left to resume",
             hint="--step S goes again from a checkpoint, --set steps=N goes further",
         )
-
-
-def _remembered(run: Run) -> RunState | None:
-    """The state of a run that was already seen to end, without asking anyone."""
-    ended = run.last("ended", attempt=run.attempt)
-    if ended is None or run.last("submitting", attempt=run.attempt) is None:
-        return None
-    state = ended.data["state"]
-    if EXITS[state] is None:
-        return None
-    return RunState(
-        run=run.name,
-        job=str(run.about.get("job_name", "")),
-        cluster=str(run.about.get("cluster_name", "")),
-        state=state,
-        attempt=run.attempt,
-        since=ended.data.get("since"),
-        exit_code=ended.data.get("exit_code"),
-        why=str(ended.data.get("why", "")),
-        ranks=int((run.last("submitting", attempt=run.attempt) or ended).data.get("ranks", 0)),
-        handle=run.handle,
-    )
 
 
 def exit_code_of(state: RunState) -> int:

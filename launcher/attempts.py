@@ -9,16 +9,16 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .bundles import Bundle, CodeBundle, code_bundle, runtime_bundle
 from .contract.errors import Refused, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
 from .contract.plain import dumps, to_plain, write_atomically
 from .observe import observe
-from .runs import Run, RunState, RunStore, fold
+from .runs import EXITS, Run, RunState, RunStore, fold
 
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Handle, Place, Submission
@@ -150,8 +150,13 @@ class Attempts:
             return None
 
     def look(self, backend: Backend, runs: Sequence[Run]) -> list[RunState]:
+        # Before all else: what is being made now may be there and journalled when the others have answered.
+        making = [run.is_being_made for run in runs]
         runs = [self.adopt(backend, run) for run in runs]
-        states = [fold(run, seen) for run, seen in zip(runs, observe(backend, runs), strict=True)]
+        states = [
+            fold(run, replace(seen, being_made=busy))
+            for run, seen, busy in zip(runs, observe(backend, runs), making, strict=True)
+        ]
         for run, state in zip(runs, states, strict=True):
             known = run.last("ended", attempt=state.attempt)
             if state.ended and (known is None or known.data["state"] != state.state):
@@ -198,13 +203,14 @@ def forget_secrets(backend: Backend, run: Run, attempt: int) -> None:
 
 
 def take_attempt(run: Run, attempt: int) -> None:
-    """Exclusive: of two shells that resume at once, one is told."""
-    try:
-        (run.folder / "attempts" / str(attempt)).mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(
-            f"attempt {attempt} of {run.name} is being made by another command", hint=f"zerun status {run.name}"
-        ) from None
+    """Makes the attempt's folder at home. One that never came to be submitted (its command was killed, or a node
+    did not answer) is nobody's: it is begun again. Call it within ``run.making()``, with the journal just read.
+
+    Raises UsageError when the attempt was submitted already: of two shells that resume at once, one is told.
+    """
+    if run.last("submitting", attempt=attempt) is not None:
+        raise UsageError(f"attempt {attempt} of {run.name} is there already", hint=f"zerun status {run.name}")
+    (run.folder / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
 
 
 def one_folder(places: Sequence[Place]) -> str:
@@ -214,3 +220,32 @@ def one_folder(places: Sequence[Place]) -> str:
         told = ", ".join(f"{folder} on {name}" for folder, name in folders.items())
         raise UsageError(f"paths.runs is not the same path on every node: {told}", hint="write an absolute path")
     return next(iter(folders))
+
+
+def remembered(run: Run) -> RunState | None:
+    """The state of a run that was already seen to end, without asking anyone."""
+    ended = run.last("ended", "submitted", attempt=run.attempt)
+    if ended is None or ended.event != "ended" or run.last("submitting", attempt=run.attempt) is None:
+        return None
+    state = ended.data["state"]
+    if EXITS[state] is None:
+        return None
+    return RunState(
+        run=run.name,
+        job=str(run.about.get("job_name", "")),
+        cluster=str(run.about.get("cluster_name", "")),
+        state=state,
+        attempt=run.attempt,
+        since=ended.data.get("since"),
+        exit_code=ended.data.get("exit_code"),
+        why=str(ended.data.get("why", "")),
+        ranks=int((run.last("submitting", attempt=run.attempt) or ended).data.get("ranks", 0)),
+        handle=run.handle,
+    )
+
+
+def not_known(name: str, why: str, run: Run | None = None) -> RunState:
+    """A run of which nothing can be said, with the reason."""
+    about: Mapping[str, Any] = run.about if run is not None else {}
+    job, cluster = str(about.get("job_name", "")), str(about.get("cluster_name", "?"))
+    return RunState(name, job, cluster, "unknown", run.attempt if run is not None else 1, why=why)

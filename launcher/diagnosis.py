@@ -140,7 +140,11 @@ def _failed(rank: RankRecord, outcome: Outcome | None) -> bool:
 
 
 def _agreed(records: Sequence[NodeRecord]) -> Failure | None:
-    failures = [r.failure for r in records if r.failure is not None]
+    failures = [r.failure for r in sorted(records, key=lambda r: r.node_rank) if r.failure is not None]
+    if failures and all(f.kind == "node_lost" for f in failures):
+        # A cut network has two sides, and each calls the other lost: most nodes are right, else the first one.
+        votes = [sum(g.node == f.node for g in failures) for f in failures]
+        return failures[votes.index(max(votes))]
     return min(failures, key=lambda f: float("inf") if f.at is None else f.at, default=None)
 
 

@@ -7,6 +7,7 @@ queues) and what the agents wrote (how it went). When they do not answer, the st
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -15,18 +16,17 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from .backends.protocol import Handle, Poll
 from .contract.errors import Exit, UsageError
 from .contract.folder import RunFolder, is_safe_name
-from .contract.plain import dumps, from_plain, to_plain, write_atomically
+from .contract.plain import PlainError, dumps, from_plain, loads, to_plain, write_atomically
 from .contract.records import NodeRecord, Outcome
 from .diagnosis import Cause, first_cause
+from .locks import hold, is_held
 
-State = Literal[
-    "submitting", "queued", "running", "done", "failed", "cancelled", "stopped", "time_limit", "unknown"
-]
+State = Literal["submitting", "queued", "running", "done", "failed", "cancelled", "stopped", "time_limit", "unknown"]
 EXITS: Mapping[State, Exit | None] = {
     "submitting": None,
     "queued": None,
@@ -65,6 +65,7 @@ class Observation:
     attempt_checkpoints: tuple[int, ...] = ()  # those that this attempt wrote
     silent: Mapping[str, str] = field(default_factory=dict)
     num_nodes: int = 1
+    being_made: bool = False  # some command was submitting it when the look began
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,25 @@ class Run:
         return RunFolder.at(str(self.folder.parent), self.name)
 
     @property
+    def is_being_made(self) -> bool:
+        """Whether some command is submitting an attempt of it right now (see :meth:`making`)."""
+        return is_held(self.folder / ".making")
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Held while an attempt is made, and let go by the kernel however the command ends.
+
+        Raises UsageError when another command makes one. What the journal says decides; on a filesystem
+        without locks (some NFS) only this courtesy is missing.
+        """
+        with hold(self.folder / ".making") as ours:
+            if not ours:
+                raise UsageError(
+                    f"an attempt of {self.name} is being made by another command", hint=f"zerun status {self.name}"
+                )
+            yield
+
+    @property
     def attempt(self) -> int:
         """The newest attempt that the launcher knows of."""
         return max((e.attempt for e in self.events), default=1)
@@ -126,8 +146,20 @@ class Run:
 
     @property
     def handle(self) -> Handle | None:
+        """Where the newest attempt runs; None when that is not known, which lets it be found by its name."""
         submitted = self.last("submitted", attempt=self.attempt)
-        return from_plain(_PlainHandle, submitted.data["handle"]).real() if submitted else None
+        try:
+            return from_plain(_PlainHandle, submitted.data.get("handle")).real() if submitted else None
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True)
+class _PlainEvent:
+    at: float
+    event: str
+    attempt: int
+    data: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -137,7 +169,36 @@ class _PlainHandle:
 
     def real(self) -> Handle:
         backend: Literal["slurm", "direct"] = "slurm" if self.backend == "slurm" else "direct"
+        agents = self.data.get("agents", {})
+        if not isinstance(agents, dict) or not all(isinstance(agent, dict) for agent in agents.values()):
+            raise PlainError("the handle's agents are no processes by node")
         return Handle(backend, self.data)
+
+
+class _Kept(dict[str, Any]):
+    """What was kept in a file: a key that ought to be there and is not tells of the file."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._source = source
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise UsageError(f"{self._source} is damaged: {key!r} is missing", hint=_DAMAGED)
+
+
+_DAMAGED = "it was changed from outside; the job itself goes on, and its own files are on its cluster"
+_MAPPINGS = ("job", "cluster", "plan", "code")
+
+
+def _wrong_in(about: Any) -> str | None:
+    """What is wrong with the content of a ``run.json``, as far as this floor knows it."""
+    if not isinstance(about, dict):
+        return "it holds no JSON object"
+    wrong = next((key for key in _MAPPINGS if not isinstance(about.get(key, {}), dict)), None)
+    if wrong is not None:
+        return f"{wrong!r} is no JSON object"
+    limit = about.get("time_s")
+    return None if limit is None or isinstance(limit, (int, float)) else "'time_s' is no number"
 
 
 class RunStore:
@@ -160,26 +221,34 @@ class RunStore:
     def load(self, name: str) -> Run:
         """Raises UsageError when there is no such run, or when what lies there is none."""
         folder = self.root / name
+        path = folder / "run.json"
         try:
-            about = json.loads((folder / "run.json").read_bytes())
+            about = loads(path.read_bytes())
         except FileNotFoundError:
             raise UsageError(f"no run {name!r} in {self.root}", hint="zerun ls names the runs") from None
-        except ValueError as problem:
-            raise UsageError(f"{folder / 'run.json'} cannot be read: {problem}") from None
-        return Run(folder, about, tuple(self._events(folder)))
+        except (OSError, ValueError) as problem:
+            raise UsageError(f"{path} cannot be read: {problem}", hint=_DAMAGED) from None
+        wrong = _wrong_in(about)
+        if wrong is not None:
+            raise UsageError(f"{path} is damaged: {wrong}", hint=_DAMAGED)
+        return Run(folder, _Kept(str(path), about), tuple(self._events(folder)))
 
     @staticmethod
     def _events(folder: Path) -> Iterator[Event]:
+        path = folder / "events.jsonl"
         try:
-            lines = (folder / "events.jsonl").read_bytes().split(b"\n")
+            lines = path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return
+        except OSError as problem:
+            raise UsageError(f"{path} cannot be read: {problem}", hint=_DAMAGED) from None
         for line in lines[:-1]:  # a last line without its end was cut by a crash: it never happened
             try:
-                value = json.loads(line)
+                kept = from_plain(_PlainEvent, loads(line))
             except ValueError:
-                continue  # such a cut line, with later ones after it
-            yield Event(value["at"], value["event"], value["attempt"], value["data"])
+                continue  # such a cut line, with later ones after it; or damage
+            if kept.event != "ended" or kept.data.get("state") in EXITS:
+                yield Event(kept.at, kept.event, kept.attempt, _Kept(f"{path}, {kept.event!r}", kept.data))
 
     def append(self, run: Run, event: str, attempt: int, at: float, **data: Any) -> Run:
         """Adds an event, durably, before this returns. One write a line, so that two shells do not mix theirs."""
@@ -239,6 +308,10 @@ def fold(run: Run, seen: Observation) -> RunState:
         cause = first_cause(seen.records, seen.outcome, seen.last_lines)
         if state == "failed" and cause is not None:
             why = cause.sentence()
+    refused = run.last("submit_failed", attempt=seen.attempt)
+    if refused is not None and state in ("failed", "cancelled"):
+        # What began was ended by the submit itself; the reason is why it could not go on.
+        state, why, cause = "failed", f"it was not submitted: {refused.data.get('error', '')}", None
     exit_code = EXITS[state]
     if state == "time_limit" and seen.attempt_checkpoints:
         exit_code = Exit.STOPPED  # resumable: this attempt left a whole checkpoint
@@ -273,6 +346,10 @@ def _judge(run: Run, seen: Observation) -> tuple[State, str]:
         return _ended(run, seen)  # the agents went without a last word: power cut, or killed
     if living:
         return "running", ""
+    if records and seen.silent and all(r.state == "ended" and r.failure is not None for r in records):
+        # Who answers says how it ended. A node that is gone for good must not keep the run open for ever: what may
+        # still run there ends by itself, since an agent that hears from no other ends its ranks.
+        return _ended(run, seen)
     if seen.poll.state == "queued":
         return "queued", seen.poll.why or seen.poll.word
     if seen.poll.state == "running":
@@ -284,11 +361,12 @@ def _judge(run: Run, seen: Observation) -> tuple[State, str]:
 
 
 def _without_handle(run: Run, seen: Observation) -> tuple[State, str]:
-    failed = run.last("submit_failed", attempt=run.attempt)
-    if failed is not None:
-        return "failed", f"never submitted: {failed.data.get('error', '')}"
+    if run.last("submit_failed", attempt=run.attempt) is not None:
+        return "failed", ""
     if run.last("cancelled", attempt=run.attempt) is not None:
         return "cancelled", ""
+    if seen.being_made:
+        return "submitting", "a command is submitting it right now"
     if seen.poll.state == "unknown":
         return "unknown", f"its submit lost the answer, and {seen.poll.why or 'the cluster does not answer'}"
     return "failed", "its submit was cut before anything reached the cluster"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path, PurePosixPath
 from typing import Mapping, Optional, Tuple
@@ -10,7 +9,7 @@ from typing import Mapping, Optional, Tuple
 from ..contract.errors import UsageError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
-from ..contract.plain import from_plain
+from ..contract.plain import from_plain, loads
 
 
 def find_place(spec: LaunchSpec, node: Optional[str], environ: Mapping[str, str]) -> Tuple[int, str]:
@@ -33,6 +32,6 @@ def find_place(spec: LaunchSpec, node: Optional[str], environ: Mapping[str, str]
 def load(run_dir: str, attempt: int) -> LaunchSpec:
     path = Path(RunFolder(PurePosixPath(run_dir)).attempt(attempt).launch)
     try:
-        return from_plain(LaunchSpec, json.loads(path.read_bytes()))
+        return from_plain(LaunchSpec, loads(path.read_bytes()))
     except (OSError, ValueError) as problem:
         raise UsageError(f"{path}: {problem}") from problem

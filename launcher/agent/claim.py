@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import secrets
 import sys
@@ -18,7 +17,7 @@ from typing import List, Optional
 from ..contract.errors import Refused
 from ..contract.folder import AttemptFolder, RunFolder
 from ..contract.launch import LaunchSpec
-from ..contract.plain import dumps, from_plain, write_atomically
+from ..contract.plain import dumps, from_plain, loads, write_atomically
 from . import state
 
 
@@ -90,7 +89,7 @@ def _take(folder: AttemptFolder, job: Optional[str]) -> bool:
 
 def _owner(folder: AttemptFolder) -> Optional[str]:
     try:
-        owner = json.loads((Path(folder.claim) / "owner").read_bytes()).get("job")
+        owner = loads((Path(folder.claim) / "owner").read_bytes()).get("job")
     except (OSError, ValueError, AttributeError):
         return None
     return None if owner is None else str(owner)
@@ -115,4 +114,4 @@ def _name_job(folder: AttemptFolder, job: Optional[str], restarts: int) -> None:
 
 
 def _read(folder: AttemptFolder) -> LaunchSpec:
-    return from_plain(LaunchSpec, json.loads(Path(folder.launch).read_bytes()))
+    return from_plain(LaunchSpec, loads(Path(folder.launch).read_bytes()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any, Dict, List, Optional
 from ..contract.errors import JobFailed, Refused, UsageError, ZerunError
 from ..contract.folder import AttemptFolder, RunFolder
 from ..contract.launch import LaunchSpec
-from ..contract.plain import PlainError, from_plain, to_plain
+from ..contract.plain import PlainError, from_plain, loads, to_plain
 from ..contract.records import Announcement, NodeRecord, ProcessId
 from . import environment, processes, rendezvous
 from .attempt import find_place, load
@@ -112,7 +111,7 @@ def _listen(handle: int, wanted: str) -> Dict[str, Any]:
             return said
         *lines, data = (data + chunk).split(b"\n")
         for line in lines:
-            said.update(json.loads(line))
+            said.update(loads(line))
         if wanted in said:
             end = min(end, time.monotonic() + _READY_S)
 
@@ -123,7 +122,7 @@ def _place_of(folder: AttemptFolder, node: str) -> Optional[ProcessId]:
     end = time.monotonic() + 1.0
     while path.exists():
         try:
-            return from_plain(ProcessId, json.loads(path.read_bytes()))
+            return from_plain(ProcessId, loads(path.read_bytes()))
         except (PlainError, ValueError):  # it is being written
             if time.monotonic() > end:
                 return ProcessId(0, 0, "")
@@ -148,7 +147,7 @@ def _adopt(folder: AttemptFolder, node: str, node_rank: int, agent: ProcessId) -
 
 def _how_it_ended(folder: AttemptFolder, node: str) -> str:
     try:
-        record = from_plain(NodeRecord, json.loads(Path(folder.node_record(node)).read_bytes()))
+        record = from_plain(NodeRecord, loads(Path(folder.node_record(node)).read_bytes()))
     except (OSError, ValueError):
         return "its agent is gone and left no record"
     if record.failure is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from ..contract.folder import AttemptFolder
-from ..contract.plain import dumps, write_atomically
+from ..contract.plain import dumps, loads, write_atomically
 from ..contract.records import Failure, NodeRecord, ProcessId, RankRecord
 
 
@@ -104,7 +104,7 @@ def take_place(folder: AttemptFolder, node: str, agent: ProcessId) -> Optional[D
         handle = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
         try:
-            before = json.loads(path.read_bytes())
+            before = loads(path.read_bytes())
         except (OSError, ValueError):
             before = None
         return before if isinstance(before, dict) else {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import socket
 import struct
@@ -18,7 +17,7 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..contract.errors import UsageError, ZerunError
 from ..contract.launch import LaunchSpec
-from ..contract.plain import PlainError, dumps, from_plain, write_atomically
+from ..contract.plain import PlainError, dumps, from_plain, loads, write_atomically
 from ..contract.records import Announcement
 
 _SIOCGIFADDR = 0x8915
@@ -169,6 +168,6 @@ def announce(announcement: Announcement, path: Path) -> None:
 def read_announcement(path: Path) -> Optional[Announcement]:
     """What node rank 0 announced, or None when it has not yet."""
     try:
-        return from_plain(Announcement, json.loads(path.read_bytes()))
+        return from_plain(Announcement, loads(path.read_bytes()))
     except (OSError, PlainError, ValueError):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Dict, List, Optional
 
 from ..contract.folder import AttemptFolder, RunFolder
-from ..contract.plain import PlainError, from_plain
+from ..contract.plain import PlainError, from_plain, loads
 from ..contract.records import ProcessId
 from . import processes
 from .attempt import load
@@ -88,7 +87,7 @@ def _agents(folder: AttemptFolder, run_dir: str, attempt: int) -> List[Stat]:
 
 def _read(path: Path) -> Optional[ProcessId]:
     try:
-        return from_plain(ProcessId, json.loads(path.read_bytes()))
+        return from_plain(ProcessId, loads(path.read_bytes()))
     except (OSError, PlainError, ValueError):
         return None
 

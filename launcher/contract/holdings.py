@@ -6,12 +6,12 @@ are there and what is missing of them, and whether two folders are the same one.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from .folder import rank_of, step_of
+from .plain import loads
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _COLLECTED = re.compile(rf"attempts/[1-9][0-9]{{0,8}}/(?:{_NAME}|(?:nodes|logs|metrics)/{_NAME})")
@@ -41,7 +41,7 @@ def read_json(path: str) -> Any:
     """The JSON value in a file; None when it is missing or is not JSON (yet)."""
     try:
         with open(path, "rb") as file:
-            return json.loads(file.read())
+            return loads(file.read())
     except (OSError, ValueError):
         return None
 
@@ -152,7 +152,7 @@ def read_shards(path: str, step: int) -> Tuple[int, List[Tuple[int, str, int]]]:
     Reads only these: a whole ``Manifest`` of a large model is much more work, and ``state`` is asked often.
     """
     with open(path, "rb") as file:
-        value = json.loads(file.read())
+        value = loads(file.read())
     try:
         if value["step"] != step:
             raise ValueError(f"it says step {value['step']}")
@@ -163,5 +163,5 @@ def read_shards(path: str, step: int) -> Tuple[int, List[Tuple[int, str, int]]]:
                 raise ValueError(f"it names the file {shard['file']!r} for rank {rank}")
             shards.append((rank, str(shard["node"]), int(shard["bytes"])))
         return int(value["attempt"]), shards
-    except (KeyError, TypeError) as problem:
+    except (KeyError, TypeError, OverflowError) as problem:
         raise ValueError(f"{type(problem).__name__}: {problem}") from problem

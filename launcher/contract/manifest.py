@@ -8,12 +8,11 @@ part verifies what it touches.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Tuple
 
 from .partition import Layout
-from .plain import dumps, from_plain
+from .plain import dumps, from_plain, loads
 
 BLOCK_BYTES = 16 * 2**20
 Bytes = bytes  # inside the classes below ``bytes`` is a size
@@ -63,7 +62,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: Bytes) -> Manifest:
         """Raises ``plain.PlainError`` or ``ValueError`` when the bytes are no manifest that we can read."""
-        value = json.loads(data)
+        value = loads(data)
         if isinstance(value, dict) and value.get("format") != FORMAT:
             raise ValueError(f"manifest format {value.get('format')!r}: this zerun reads format {FORMAT}")
         return from_plain(cls, value)

@@ -108,6 +108,14 @@ def _read_dataclass(cls: Any, value: Any, where: str) -> Any:
     return cls(**{name: _read(hints[name], v, f"{where}.{name}") for name, v in value.items()})
 
 
+def loads(data: Union[str, bytes]) -> Any:
+    """The JSON value in ``data``. Whatever is damaged about it is a ValueError, brackets without end included."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be ours") from None
+
+
 def dumps(value: Any) -> bytes:
     """JSON in UTF-8 with a final newline; equal values give equal bytes."""
     return (json.dumps(to_plain(value), ensure_ascii=False, indent=1, allow_nan=False) + "\n").encode("utf-8")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from ..contract.errors import Unreachable
+from ..contract.plain import loads
 
 HEAD_BYTES = 2**20
 FRAME_BYTES = 2**24
@@ -51,7 +51,7 @@ class Frames:
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:
-            value = json.loads(line)
+            value = loads(line)
         except ValueError:
             value = None
         if isinstance(value, dict):

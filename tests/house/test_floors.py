@@ -16,6 +16,7 @@ FLOORS = {
     "attempts": 5,
     "compare": 6,
     "runs": 5,
+    "locks": 5,
     "observe": 5,
     "logs": 5,
     "checkpoints": 5,

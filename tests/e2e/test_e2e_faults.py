@@ -1,0 +1,66 @@
+"""What an unlucky user meets on this very machine, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from e2e_site import PROGRAM, Site
+
+DAEMON = """\
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("daemon-%s" % os.environ["RANK"], "w").write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+time.sleep(600)
+"""
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_cancel_ends_what_a_killed_agent_left_behind(laptop: Site, wait_until: Callable[..., None]) -> None:
+    """A kernel that kills the agent takes its ranks along, but not what they had put into sessions of their own."""
+    laptop.write("script.py", DAEMON)
+    laptop.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python="python3", more=""))
+    run = laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here").stdout.strip()
+    folder = laptop.run_folder(run)
+    marks = [folder / "code" / f"daemon-{rank}" for rank in range(2)]
+    wait_until(lambda: all(m.exists() and m.read_text() for m in marks), 30, "the daemons did not come up")
+    daemons = [int(mark.read_text()) for mark in marks]
+    agent = json.loads((folder / "attempts/1/nodes/localhost.json").read_text())["agent"]["pid"]
+    os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: laptop.json("status", run)["state"] == "failed", 30, "the agent's death was not seen")
+    assert all(map(_lives, daemons))
+    assert laptop.zerun("cancel", run).stdout.startswith(f"{run}  failed")
+    assert not any(map(_lives, daemons))
+
+
+def test_a_run_that_is_being_submitted_is_no_failed_one(laptop: Site) -> None:
+    """Another shell that looks in the middle of a submit must not write down that it failed."""
+    laptop.write("script.py", "import time\ntime.sleep(600)\n")
+    laptop.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python="python3", more="env: {A: b}"))
+    laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--set", "cluster.setup=sleep 3")
+    submitting = laptop.start("submit", "jobs/p.yaml", "--cluster", "here", "--set", "cluster.setup=sleep 3")
+    states = set()
+    while submitting.poll() is None:
+        states |= {row["state"] for row in laptop.json("ls")}
+        time.sleep(0.05)
+    out, _ = submitting.communicate()
+    assert states <= {"submitting", "running", "unknown"}, states
+    for row in laptop.json("ls"):
+        assert row["state"] == "running"
+        laptop.zerun("cancel", row["run"])
+    assert out.decode().strip() in {row["run"] for row in laptop.json("ls")}

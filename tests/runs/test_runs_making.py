@@ -1,0 +1,76 @@
+"""While an attempt is made: others see it, none doubles it, and a command that was killed blocks nobody."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.attempts import take_attempt
+from launcher.backends.protocol import Poll
+from launcher.contract.errors import UsageError
+from launcher.runs import Observation, Run, RunStore, fold
+
+NAME = "job-20260101-000000-aaaa"
+MAKER = """
+import sys, time
+from pathlib import Path
+from launcher.attempts import take_attempt
+from launcher.runs import RunStore
+run = RunStore(Path(sys.argv[1])).load(sys.argv[2])
+with run.making():
+    take_attempt(run, 2)
+    print("made", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    store = RunStore(tmp_path / "runs")
+    made = store.create(NAME, {"job_name": "job", "cluster_name": "c"})
+    return store.append(made, "submitting", 1, 5.0, name="zerun-x", num_nodes=1)
+
+
+def test_another_command_sees_it_and_stays_out_until_the_maker_is_killed(run: Run, project: Path) -> None:
+    argv = [sys.executable, "-c", MAKER, str(run.folder.parent), NAME]
+    with subprocess.Popen(argv, cwd=project, stdout=subprocess.PIPE) as maker:
+        try:
+            assert maker.stdout is not None and maker.stdout.readline() == b"made\n"
+            assert run.is_being_made
+            with pytest.raises(UsageError, match="being made by another command"), run.making():
+                pass
+        finally:
+            maker.send_signal(signal.SIGKILL)
+    assert not run.is_being_made
+    with run.making():  # what it left behind does not stand in the way
+        take_attempt(run, 2)
+        assert run.is_being_made
+    assert not run.is_being_made
+
+
+def test_an_attempt_that_was_submitted_is_not_taken_again(run: Run) -> None:
+    run = RunStore(run.folder.parent).append(run, "submitting", 2, 6.0, name="zerun-x-2", num_nodes=1)
+    with run.making(), pytest.raises(UsageError, match="attempt 2"):
+        take_attempt(run, 2)
+
+
+def test_a_run_that_is_being_made_has_not_failed(run: Run) -> None:
+    seen = Observation(poll=Poll("absent"), attempt=1)
+    assert fold(run, seen).state == "failed"
+    making = Observation(poll=Poll("absent"), attempt=1, being_made=True)
+    assert (fold(run, making).state, fold(run, making).ended) == ("submitting", False)
+
+
+def test_nodes_that_are_gone_for_good_do_not_keep_a_run_open(run: Run) -> None:
+    from test_runs import FIRST, node, rank
+
+    ended = node(0, "ended", rank(0, signal=15, stopped_by_us=True), failure=FIRST)
+    seen = Observation(
+        poll=Poll("unknown", why="n1 is off"), attempt=1, records=(ended,), silent={"n1": "n1 is off"}, num_nodes=2
+    )
+    state = fold(run, seen)
+    assert state.state == "failed" and state.notes == ("n1 did not answer: n1 is off",)
