@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple, Union
 
 
 @dataclass(frozen=True)
@@ -100,4 +100,5 @@ class TrainConfig:
     tensor: int = 1
     evaluate: Optional[Evaluate] = None
     checkpoint: Checkpointing = Checkpointing()
+    recompute: Union[str, Tuple[int, ...]] = "none"  # none | block | numbers of blocks: activations made again
     policy: str = "zero"  # which engine trains; others stand beside ours later

@@ -27,6 +27,7 @@ class EngineConfig:
     precision: str = "fp32"
     nonfinite: str = "stop"  # stop | skip
     prefetch: int = 1  # units gathered ahead of use at stage 3
+    recompute: Union[str, tuple[int, ...]] = "none"  # none | block | numbers of blocks
 
     def __post_init__(self) -> None:
         if self.zero.stage not in (0, 1, 2, 3):
@@ -42,6 +43,8 @@ class EngineConfig:
             raise UsageError(f"zero.reduce_every is {self.zero.reduce_every!r}; accepted are micro_step and step")
         if self.zero.bucket_bytes < 1:
             raise UsageError(f"zero.bucket is {self.zero.bucket_bytes} bytes; at least one is needed")
+        if isinstance(self.recompute, str) and self.recompute not in ("none", "block"):
+            raise UsageError(f"recompute is {self.recompute!r}; accepted are none, block and numbers of blocks")
         if self.accumulation < 1:
             raise UsageError(f"accumulation is {self.accumulation}; at least 1 is needed")
         if self.nonfinite not in ("stop", "skip"):
@@ -63,7 +66,13 @@ class EngineConfig:
         if isinstance(config, TrainConfig):
             if config.tensor != 1:
                 raise UsageError(f"parallel.tensor: {config.tensor} is not built yet", hint="use tensor: 1")
-            return cls(config.zero, config.optimizer, config.batch.accumulation, config.precision)
+            return cls(
+                config.zero,
+                config.optimizer,
+                config.batch.accumulation,
+                config.precision,
+                recompute=config.recompute,
+            )
         plain = dict(config)
         optimizer = plain.get("optimizer")
         if isinstance(optimizer, Mapping) and "betas" in optimizer:

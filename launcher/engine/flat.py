@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..contract.errors import UsageError
 from ..contract.partition import Part, Unit, stored_dtype
 from .comm import Comm, Pending
+from .deferred import Recording
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -68,6 +69,8 @@ class FlatUnit:
         *,
         whole_gradient: bool,
         gradient_dtype: torch.dtype | None = None,
+        recording: Recording | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.unit = unit
         self.tensors = list(tensors)
@@ -76,18 +79,22 @@ class FlatUnit:
         self.parts: tuple[Part, ...] = tuple(unit.parts(comm.rank))
         self.gathered = True
         self._arriving: list[Pending] = []
-        device, dtype = tensors[0].device, torch_dtype(unit.dtype)
+        device, dtype = device or tensors[0].device, torch_dtype(unit.dtype)
         self.state_dtype = torch_dtype(stored_dtype(unit.dtype))
         self.master: Tensor | None = None
         if unit.trainable and self.state_dtype != dtype:
-            self.master = self._first_master()
+            self.master = self._first_master(device, recording)
         self.full = torch.empty(unit.padded, dtype=dtype, device=device)
         self._nbytes = self.full.untyped_storage().nbytes()
         with torch.no_grad():
-            for placed, tensor in zip(unit.placed, tensors):  # noqa: B905 (Python 3.9 on the nodes)
+            for at, placed in enumerate(unit.placed):
+                tensor = tensors[at]
                 view = self.full[placed.start : placed.stop].view(placed.parameter.shape)
-                view.copy_(tensor)
-                tensor.data = view
+                view.copy_(recording.whole(tensor) if recording else tensor)
+                if tensor.device.type == "meta":
+                    self.tensors[at] = nn.Parameter(view.data, requires_grad=tensor.requires_grad)
+                else:
+                    tensor.data = view
             self.full[unit.numel :].zero_()
         self.shard: Tensor | None = None
         if stage.shards_parameters:
@@ -102,12 +109,13 @@ class FlatUnit:
 
     # --- parameters ----------------------------------------------------------------------------------
 
-    def _first_master(self) -> Tensor:
+    def _first_master(self, device: torch.device, recording: Recording | None) -> Tensor:
         """The fp32 values that the model came with, of what this rank updates."""
-        whole = torch.zeros(self.unit.padded, dtype=self.state_dtype, device=self.tensors[0].device)
+        whole = torch.zeros(self.unit.padded, dtype=self.state_dtype, device=device)
         with torch.no_grad():
             for at, placed in enumerate(self.unit.placed):
-                whole[placed.start : placed.stop].copy_(self.tensors[at].reshape(-1))
+                value = recording.whole(self.tensors[at]) if recording else self.tensors[at]
+                whole[placed.start : placed.stop].copy_(value.reshape(-1))
         if not self.stage.shards_optimizer:
             return whole
         return torch.cat([whole[part.start : part.stop] for part in self.parts])

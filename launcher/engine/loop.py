@@ -53,7 +53,7 @@ class Trainer:
         self.checkpoints = Path(folder.checkpoints)
         self.batches: Batches = make_batches(config, self.run_dir)
         self.loss: Loss = make_loss(config)
-        self.policy: Policy = wrap(make_model(config).to(place.device), config)
+        self.policy: Policy = wrap(lambda: make_model(config), config, place.device)
         self.comm = self.policy.comm
         self.global_batch = config.batch.global_batch(self.comm.size)
         self.progress = Progress()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,9 +42,11 @@ class Policy(Protocol):
 class ZeroPolicy:
     """Our engine."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
-        self.engine = ZeroEngine(model, config)
-        self.model = model
+    def __init__(self, factory: Callable[[], nn.Module], config: TrainConfig, device: torch.device) -> None:
+        # Only stage 3 may train what no rank could hold; elsewhere deferring would cost time for nothing.
+        model = factory if config.zero.stage == 3 else factory().to(device)
+        self.engine = ZeroEngine(model, config, device=device)
+        self.model = self.engine.model
         self.comm = self.engine.comm
         self.device = self.engine.device
         self.backward = self.engine.backward
@@ -72,9 +74,9 @@ class ZeroPolicy:
 _POLICIES: dict[str, Any] = {"zero": ZeroPolicy}
 
 
-def wrap(model: nn.Module, config: TrainConfig) -> Policy:
-    """``model`` trained by the policy that ``config`` names."""
+def wrap(factory: Callable[[], nn.Module], config: TrainConfig, device: torch.device) -> Policy:
+    """The factory's model, trained on ``device`` by the policy that ``config`` names."""
     if config.policy not in _POLICIES:
         raise UsageError(f"policy {config.policy!r} is not known; known: {', '.join(_POLICIES)}")
-    policy: Policy = _POLICIES[config.policy](model, config)
+    policy: Policy = _POLICIES[config.policy](factory, config, device)
     return policy

@@ -65,7 +65,7 @@ def describe(
     if not names:
         raise UsageError("the model has no parameters")
     group_of, settings = _groups(groups, tensors, names)
-    homes = {prefix: child for prefix, child in _blocks(module)}
+    homes = {prefix: child for prefix, child in blocks(module)}
     named: list[tuple[str, list[Parameter], nn.Module | None]] = []
     run: str | None = None
     for key, aliases in names.items():
@@ -96,7 +96,7 @@ def describe(
     return Model(layout, {aliases[0]: tensors[key] for key, aliases in names.items()}, modules, settings)
 
 
-def _blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+def blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """The children of outermost lists of modules, with their names, that hold parameters."""
     found: list[tuple[str, nn.Module]] = []
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -105,7 +105,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
                 found.append((f"{prefix}{name}", child))
         return found
     for name, child in module.named_children():
-        found += _blocks(child, f"{prefix}{name}.")
+        found += blocks(child, f"{prefix}{name}.")
     return found
 
 

@@ -14,8 +14,9 @@ Losses are means over a micro-batch; they are divided by micro-steps × ranks on
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +29,19 @@ from torch import Tensor, nn
 from ..contract import partition
 from ..contract.errors import JobFailed, UsageError
 from . import checkpoint
-from .comm import Alone, Comm, connect
+from .activations import recompute
+from .comm import Alone, Comm, barrier, connect
 from .config import ConfigLike, EngineConfig
+from .deferred import NotDeferred, Recording, record
 from .flat import STAGES, FlatUnit
 from .gathering import Gathering
 from .norm import NormPlan
 from .optim import FlatAdamW
 from .precision import LossScale, gradient_dtype, working_dtype
 from .reduce import GradientFlow
-from .units import agree, describe
+from .units import Model, agree, describe
+
+_log = logging.getLogger(__name__)
 
 
 class NonFinite(JobFailed):
@@ -52,7 +57,10 @@ class StepInfo:
 
 
 class ZeroEngine:
-    """Trains ``model`` with its state partitioned over the ranks of ``group``.
+    """Trains ``model`` with its state partitioned over the ranks of the default process group.
+
+    ``model`` may be a function that builds it: its large parameters are then made one by one, sliced and
+    dropped, so that no rank ever holds the whole (``engine.deferred``); ``device`` says where to.
 
     ``config`` is an :class:`EngineConfig`, a ``TrainConfig`` or a mapping. ``groups`` gives parameters
     (names or tensors) settings of their own: ``[{"params": […], "weight_decay": 0.0, "lr_scale": 0.1}]``.
@@ -62,58 +70,30 @@ class ZeroEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         config: ConfigLike,
         groups: Sequence[Mapping[str, Any]] | None = None,
         *,
         comm: Comm | None = None,
-        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.model = model
         self.config = EngineConfig.of(config)
-        self.comm = comm or (connect(group) if dist.is_available() and dist.is_initialized() else Alone())
-        described = describe(
-            model,
-            ranks=self.comm.size,
-            bucket_bytes=self.config.zero.bucket_bytes,
-            groups=groups,
-            precision=self.config.precision,
-        )
-        self.layout = described.layout
-        self.device = next(iter(described.tensors.values())).device
-        agree(self.comm, self.layout, self.device)
-        self._synchronise(described.tensors)
+        self.comm = comm or (connect() if dist.is_available() and dist.is_initialized() else Alone())
         # On one rank nothing is partitioned, whatever the stage: the whole is the shard.
         alone = self.comm.size == 1
         self.stage = STAGES[0 if alone else self.config.zero.stage]
-        every_micro_step = self.config.reduces_every_micro_step and not alone
-        whole = not (self.stage.shards_gradients and every_micro_step)
-        self.units: list[FlatUnit] = []
-        for unit in self.layout.units:
-            tensors = [described.tensors[p.name] for p in unit.parameters]
-            self.units.append(
-                FlatUnit(
-                    unit,
-                    tensors,
-                    self.stage,
-                    self.comm,
-                    whole_gradient=whole,
-                    gradient_dtype=gradient_dtype(self.config.zero.gradient_dtype, self.config.precision),
-                )
-            )
-            if self.stage.shards_parameters:
-                self.units[-1].release()
+        self._every_micro_step = self.config.reduces_every_micro_step and not alone
+        described = self._build(model, groups, device)
+        self._synchronise_buffers("first buffers")
         self.gathering: Gathering | None = None
         if self.stage.shards_parameters:
-            self.gathering = Gathering(model, self.units, described.modules, prefetch=self.config.prefetch)
+            self.gathering = Gathering(self.model, self.units, described.modules, prefetch=self.config.prefetch)
         for flat in self.units:
             flat.make_moments(len(FlatAdamW.MOMENTS))
         self.optimizer = FlatAdamW([r for u in self.units for r in u.runs()], self.config.optimizer, described.groups)
-        self.flow = GradientFlow(self.units, self.comm, every_micro_step=every_micro_step)
+        self.flow = GradientFlow(self.units, self.comm, every_micro_step=self._every_micro_step)
         self.norm = NormPlan(self.units, self.comm)
         self.loss_scale = LossScale.of(self.config.precision)
-        for buffer in model.buffers():
-            buffer.data = buffer.to(working_dtype(self.config.precision, buffer.dtype))
         self.lr = self.config.optimizer.lr
         self.micro_step = 0
         self._hooks = [
@@ -123,13 +103,95 @@ class ZeroEngine:
             for index, tensor in enumerate(flat.tensors)
         ]
 
+    def _build(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        groups: Sequence[Mapping[str, Any]] | None,
+        device: torch.device | None,
+    ) -> Model:
+        """The model, its partition and its flat units, from a module or a function that builds one."""
+        if isinstance(model, nn.Module):
+            described = self._describe(model, groups, device)
+            agree(self.comm, self.layout, self.device)
+            self._synchronise(described.tensors)
+            self._flatten(described, None)
+            return described
+        self._same_random_state()
+        try:
+            built, recording = record(model)
+        except NotDeferred as why:
+            _log.warning("the model is built whole, a rank at a time: %s", why)
+            for turn in range(self.comm.size):
+                if turn == self.comm.rank:
+                    described = self._describe(model(), groups, device)
+                    self._flatten(described, None)
+                barrier(self.comm, f"rank {turn} builds its model")
+            agree(self.comm, self.layout, self.device)
+            return described
+        described = self._describe(built, groups, device)
+        agree(self.comm, self.layout, self.device)
+        self._flatten(described, recording)
+        return described
+
+    def _describe(
+        self, model: nn.Module, groups: Sequence[Mapping[str, Any]] | None, device: torch.device | None
+    ) -> Model:
+        self.model = model
+        recompute(model, self.config.recompute)
+        zero = self.config.zero
+        described = describe(
+            model,
+            ranks=self.comm.size,
+            bucket_bytes=zero.bucket_bytes,
+            groups=groups,
+            precision=self.config.precision,
+        )
+        self.layout = described.layout
+        self.device = device or _device_of(described.tensors.values())
+        return described
+
+    def _flatten(self, described: Model, recording: Recording | None) -> None:
+        """Every unit's storages; a deferred parameter is made, sliced and dropped with its unit."""
+        self.units: list[FlatUnit] = []
+        made: dict[int, nn.Parameter] = {}
+        for unit in self.layout.units:
+            tensors = [described.tensors[p.name] for p in unit.parameters]
+            flat = FlatUnit(
+                unit,
+                tensors,
+                self.stage,
+                self.comm,
+                whole_gradient=not (self.stage.shards_gradients and self._every_micro_step),
+                gradient_dtype=gradient_dtype(self.config.zero.gradient_dtype, self.config.precision),
+                recording=recording,
+                device=self.device,
+            )
+            flat.release()
+            made.update({id(old): new for old, new in zip(tensors, flat.tensors) if old is not new})  # noqa: B905
+            self.units.append(flat)
+        for module in self.model.modules() if made else ():
+            for name, old in list(module._parameters.items()):
+                if id(old) in made:
+                    module._parameters[name] = made[id(old)]
+        for module in self.model.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    value = recording.whole(buffer).to(self.device) if recording else buffer
+                    module._buffers[name] = value.to(working_dtype(self.config.precision, value.dtype))
+
+    def _same_random_state(self) -> None:
+        """Deferred parameters are made by every rank for itself: all must draw rank 0's numbers."""
+        state = torch.get_rng_state()
+        self.comm.broadcast(state, 0, "random state")
+        torch.set_rng_state(state)
+
     def _synchronise(self, tensors: Mapping[str, nn.Parameter]) -> None:
-        """Rank 0's parameters and buffers are everyone's."""
+        """Rank 0's parameters are everyone's."""
         if self.comm.size > 1:
             with torch.no_grad():
                 for tensor in tensors.values():
-                    self.comm.broadcast(tensor.data, 0, "first parameters")
-                self._synchronise_buffers("first buffers")
+                    if tensor.device.type != "meta":
+                        self.comm.broadcast(tensor.data, 0, "first parameters")
 
     def _synchronise_buffers(self, what: str) -> None:
         if self.comm.size > 1:
@@ -289,6 +351,10 @@ class ZeroEngine:
         """Reads the newest whole checkpoint below ``folder`` (or that of ``step``); returns (step, extra)."""
         manifest = checkpoint.load(self, Path(folder), step)
         return manifest.step, manifest.extra or {}
+
+
+def _device_of(tensors: Iterable[Tensor]) -> torch.device:
+    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
 
 def _storage_bytes(tensors: Sequence[Tensor]) -> int:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch.distributed", "launcher.engine.loop", "launcher.engine.zero"])
+_SERVER.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "launcher.engine.loop", "launcher.engine.zero"]
+)
 
 
 def _rank(rank: int, world: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], pipe: Any) -> None:
