@@ -1,0 +1,199 @@
+"""P_a and P_a+cpu: bits as without, bytes as the arithmetic says, one all-gather a block."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from engine_models import batches, digest
+from engine_ranks import run_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from launcher.contract.errors import UsageError
+from launcher.contract.train import GPT as GPTConfig
+from launcher.engine.activations import recompute
+from launcher.engine.comm import Alone, connect
+from launcher.engine.stored import Rows, Store
+from launcher.engine.tensor_gpt import TensorGPT
+
+CONFIG = GPTConfig(layers=3, hidden=16, heads=4, seq_len=9, vocab=37, dropout=0.2)
+STREAM = 3 * 9 * 16  # elements of a block's input
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that were made inside and still live: shares no code with the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in given and key not in self._known:
+                    self._known.add(key)
+                    self.bytes += size
+                    weakref.finalize(storage, self._gone, key, size)
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.bytes -= size
+
+
+def _model(comm: Any, kind: str, which: Any = "block") -> tuple[TensorGPT, Store | None]:
+    torch.manual_seed(3)
+    model = TensorGPT(CONFIG, comm)
+    count = CONFIG.layers if which == "block" else len(which)
+    store = None
+    if kind in ("partitioned", "host"):
+        store = Store(comm, blocks=count, device=torch.device("cpu"), host=kind == "host")
+    if kind != "none":
+        recompute(model, which, store)
+    return model, store
+
+
+def _train(model: TensorGPT, live: Live | None = None) -> tuple[str, list[int]]:
+    """Gradients of three micro-steps, and what lived after each forward."""
+    seen = []
+    for number, batch in enumerate(batches(3, 3, 37, length=9)):
+        torch.manual_seed(number)
+        before = live.bytes if live else 0
+        loss = model(batch[:, :-1], batch[:, 1:])
+        seen.append(live.bytes - before if live else 0)
+        loss.backward()
+        del loss
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return digest(found), seen
+
+
+def _bits(rank: int, world: int) -> None:
+    comm = connect()
+    expected = None
+    volume: dict[str, int] = {}
+    for kind in ("none", "whole", "partitioned", "host"):
+        for which in ("block", (0, 2)):
+            model, store = _model(comm, kind, which)
+            before = comm.traffic.volume_elements
+            bits, _ = _train(model)
+            expected = expected or bits
+            assert bits == expected, (kind, which)
+            volume[f"{kind} {which}"] = comm.traffic.volume_elements - before
+            if store is not None:
+                assert store.rows.allocations == 1, "one buffer, made once"
+                blocks = 3 if which == "block" else 2
+                assert store.rows.bytes == blocks * -(-STREAM // world) * 4
+    # The sums of the blocks are computed again (the last one of a block too: dropout follows it), three times.
+    assert volume["whole block"] - volume["none block"] == 3 * CONFIG.layers * 2 * 2 * STREAM
+    for kind in ("partitioned", "host"):
+        for which, blocks in (("block", 3), ((0, 2), 2)):
+            more = volume[f"{kind} {which}"] - volume[f"whole {which}"]
+            assert more == 3 * blocks * -(-STREAM // world) * world, "one all-gather a block and micro-step"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_stored_where_changes_no_bit(world: int) -> None:
+    run_ranks(world, _bits)
+
+
+def _memory(rank: int, world: int) -> None:
+    comm = connect()
+    found = {}
+    gc.disable()  # nothing may need the collector
+    try:
+        for kind in ("none", "whole", "partitioned", "host"):
+            model, store = _model(comm, kind)
+            live = Live()
+            with live:
+                _train(model)  # rows are made, gradients too
+                _, seen = _train(model, live)
+            # The least of three: gloo's thread may hold a small message a moment longer.
+            found[kind] = min(seen) + (store.rows.bytes if store else 0)
+    finally:
+        gc.enable()
+    part = -(-STREAM // world)
+    assert found["none"] > found["whole"] + 3 * 10 * STREAM * 4
+    assert found["whole"] - found["partitioned"] == 3 * (STREAM - part) * 4, "1/T of every block's input"
+    assert found["host"] == found["partitioned"]  # the same bytes; on a GPU they are elsewhere
+
+
+def test_stored_bytes_follow_the_arithmetic() -> None:
+    run_ranks(2, _memory)
+
+
+def test_host_memory_without_a_tensor_group() -> None:
+    expected, _ = _train(_model(Alone(), "none")[0])
+    model, store = _model(Alone(), "host")
+    assert _train(model)[0] == expected
+    assert store is not None and store.rows.bytes == 3 * STREAM * 4
+
+
+def test_a_dropped_loss_gives_its_rows_back_and_a_second_backward_is_named() -> None:
+    model, store = _model(Alone(), "host")
+    assert store is not None
+    (batch,) = batches(1, 3, 37, length=9)
+    for _ in range(4):
+        model(batch[:, :-1], batch[:, 1:])  # never backward
+        gc.collect()
+    assert store.rows.allocations == 1 and len(store.rows._free) == 3
+    loss = model(batch[:, :-1], batch[:, 1:])
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="backward twice"):
+        loss.backward()
+
+
+def test_rows_grow_only_when_none_is_out() -> None:
+    rows = Rows(2, pinned=False)
+    cpu = torch.device("cpu")
+    first = rows.take(4, torch.float32, cpu)
+    wide = rows.take(6, torch.float32, cpu)
+    assert rows.allocations == 1 and wide.numel() == 6
+    rows.give(wide)  # not one of ours
+    rows.give(first)
+    assert rows.take(6, torch.float32, cpu).numel() == 6 and rows.allocations == 2
+    small = rows.take(3, torch.float32, cpu)
+    assert small.numel() == 3 and rows.bytes == 2 * 6 * 4
+    lone = rows.take(3, torch.float32, cpu)
+    assert lone.untyped_storage()._cdata != small.untyped_storage()._cdata
+
+
+class _Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_running_statistics_are_updated_once(host: bool) -> None:
+    states = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = _Normed()
+        if again:
+            recompute(model, "block", Store(Alone(), blocks=2, device=torch.device("cpu"), host=True) if host else None)
+        for _ in range(3):
+            model(torch.randn(5, 4)).backward()
+        states.append({**dict(model.named_buffers()), **{n: p.grad for n, p in model.named_parameters()}})
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_dropout_is_on_in_these_tests() -> None:
+    assert dataclasses.asdict(CONFIG)["dropout"] > 0
