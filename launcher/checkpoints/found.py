@@ -6,12 +6,14 @@ every shard that its manifest names lies somewhere in its full size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..contract.errors import UsageError, VerificationFailed
+from ..contract.folder import RunFolder
 from ..contract.holdings import checkpoints_here
 
 HOME = "home"
@@ -120,5 +122,7 @@ def explain(found: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
 
 
 def local_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a run's folder here, oldest first: those that have a manifest."""
-    return [int(c["step"]) for c in checkpoints_here(str(folder)) if c["manifest"]]
+    """The steps of the checkpoints in a run's folder here, oldest first: those that have a manifest, damaged or not."""
+    steps = [int(c["step"]) for c in checkpoints_here(str(folder))]
+    run = RunFolder.at(str(folder.parent), folder.name)
+    return [step for step in steps if os.path.lexists(run.checkpoint(step).manifest)]

@@ -85,7 +85,8 @@ def read_manifest(path: Path, step: int | None = None) -> Manifest:
     if step is not None and manifest.step != step:
         raise VerificationFailed(f"{path}: the manifest is of step {manifest.step}, its folder of step {step}")
     world = manifest.layout.ranks * manifest.layout.tensor
-    if sorted(s.rank for s in manifest.shards) != list(range(world)):
+    # As many first: a damaged number of ranks must not cost more than it takes to read it.
+    if len(manifest.shards) != world or sorted(s.rank for s in manifest.shards) != list(range(world)):
         raise VerificationFailed(f"{path}: the manifest does not name one shard for each of {world} ranks")
     folder = CheckpointFolder(PurePosixPath())
     for shard in manifest.shards:

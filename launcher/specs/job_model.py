@@ -29,11 +29,11 @@ class GptModel(Description):
     """The reference model. Learned positions up to ``seq_len``; ``vocab`` 256 is bytes."""
 
     kind: Annotated[Literal["gpt"], choice("gpt")]
-    layers: Count
-    hidden: Count
-    heads: Count
-    seq_len: Count
-    vocab: Annotated[int, BeforeValidator(values.whole), values.at_least(2)] = 256
+    layers: Annotated[int, BeforeValidator(values.whole), values.at_least(1, 10_000)]
+    hidden: Annotated[int, BeforeValidator(values.whole), values.at_least(1, 2**20)]
+    heads: Annotated[int, BeforeValidator(values.whole), values.at_least(1, 2**20)]
+    seq_len: Annotated[int, BeforeValidator(values.whole), values.at_least(1, 2**24)]
+    vocab: Annotated[int, BeforeValidator(values.whole), values.at_least(2, 2**24)] = 256
     dropout: Annotated[float, BeforeValidator(values.number), values.between(0, 1)] = 0.0
 
     @classmethod

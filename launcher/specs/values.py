@@ -123,11 +123,16 @@ def flag(value: Any) -> bool:
 def at_least(least: float, most: float = math.inf) -> AfterValidator:
     def check(value: Any) -> Any:
         if value < least or value > most:
-            bounds = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-            raise wrong(f"{value:g} is out of range; accepted: {bounds}")
+            bounds = f"at least {_told(least)}" if most == math.inf else f"from {_told(least)} to {_told(most)}"
+            raise wrong(f"{_told(value)} is out of range; accepted: {bounds}")
         return value
 
     return AfterValidator(check)
+
+
+def _told(value: float) -> str:
+    """A whole number with all its digits, as it was typed; others short."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def between(low: float, high: float, *, low_open: bool = False) -> AfterValidator:

@@ -114,11 +114,16 @@ def test_damaged_manifests_are_told_not_raised(two: LocalBackend) -> None:
         b"",
         b"{",
         b"[]",
+        b"[" * 200_000,
         b'{"step":100,"shards":[{}],"attempt":1}',
+        b'{"step":100,"shards":[{"rank":1e999}],"attempt":1}',
         path.read_bytes().replace(b"100", b"101"),
     ):
         path.write_bytes(damage)
         assert "manifest" in candidates(state(two))[0].problem
+        # At home it is still the newest: what is damaged is told of, and no older one is verified in its place.
+        assert local_steps(path.parents[2]) == [100]
+        assert not verify(path.parent).ok
 
 
 def test_state_tells_failed_ranks_last_lines_and_who_lives(two: LocalBackend) -> None:
@@ -189,6 +194,7 @@ def test_manifests_that_contradict_themselves_are_refused(tmp_path: Path) -> Non
     for wrong, said in [
         (replace(manifest, step=51), "of step 51"),
         (replace(manifest, shards=(one,)), "each of 2 ranks"),
+        (replace(manifest, layout=replace(manifest.layout, ranks=10**15)), "each of 1000000000000000 ranks"),
         (replace(manifest, shards=(one, replace(two, file="../../../etc/passwd"))), "passwd"),
         (replace(manifest, shards=(one, replace(two, blocks=()))), "0 digests"),
         (replace(manifest, format=2), "format 2"),

@@ -306,6 +306,7 @@ def test_names_of_sbatch_options_are_plain(option: str) -> None:
         ("{kind: gpt, layers: 8", "{layers: 8", "2:1: 'kind' is missing"),
         ("seq_len: 256}", "seq_len: 256, vocab: 100}", "2:75: vocab 100 is too small: text is read as bytes"),
         ("seq_len: 256}", "seq_len: 256, dropout: 1}", "2:77: 1 is out of range; accepted: at least 0 and less than 1"),
+        ("layers: 8", "layers: 99999999", "2:28: 99999999 is out of range; accepted: from 1 to 10000"),
         ("layers: 8", "layers: 1_000", "2:28: a whole number was expected, not '1_000'"),
         ("lr: 3e-4", "lr: .inf", "5:17: a number was expected, not '.inf'"),
         ("lr: 3e-4", "lr: 1e999", "5:17: '1e999' is not finite"),
