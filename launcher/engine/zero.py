@@ -241,6 +241,7 @@ class ZeroEngine:
                 f"step was called after {self.micro_step} of {self.config.accumulation} micro-steps",
                 hint="a step needs one backward per micro-step",
             )
+        self._check_parameters()
         self.micro_step = 0
         scale = 1.0 / (self.config.accumulation * self.comm.size * self.loss_scale.value)
         norm = math.sqrt(self.norm.sum_of_squares()) * scale
@@ -262,6 +263,19 @@ class ZeroEngine:
             flat.wait()
         self._synchronise_buffers("buffers")
         return StepInfo(norm)
+
+    def _check_parameters(self) -> None:
+        """Whoever gives a parameter other memory (``.to()``, ``.data =``, loading a state dict by assignment)
+        would train one thing and use another."""
+        for flat in self.units:
+            storage = flat.full.untyped_storage()._cdata
+            for index, tensor in enumerate(flat.tensors):
+                if tensor.untyped_storage()._cdata != storage:
+                    name = flat.unit.placed[index].parameter.name
+                    raise UsageError(
+                        f"parameter {name} was given other memory after ZeroEngine was made",
+                        hint="move, convert and load the model first; copy_() into a parameter inside gathered()",
+                    )
 
     @contextmanager
     def _unused_left_alone(self) -> Iterator[None]:

@@ -115,6 +115,15 @@ def test_a_nan_is_found_on_every_rank_and_named() -> None:
     run_ranks(2, _nan, "skip")
 
 
+def test_parameters_replaced_under_the_engine_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zero = ZeroEngine(model, {"zero": {"stage": 0}, "optimizer": {"lr": 0.1}})
+    model[1].weight.data = torch.zeros(4, 4)
+    zero.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(UsageError, match=r"parameter 1\.weight was given other memory"):
+        zero.step()
+
+
 def _groups(rank: int, world: int) -> None:
     optimizer = AdamW(lr=1e-2, weight_decay=0.3, clip=0.5, eps=1e-5)
     plain = [n for n, p in MODELS["gpt"][0]().named_parameters() if p.ndim < 2]

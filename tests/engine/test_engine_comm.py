@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_ranks import outcomes, run_ranks
 
 from launcher.engine.comm import CommError, NativeComm, PeerComm, connect, gather_bytes, sum_rows
@@ -77,6 +79,24 @@ def _small(rank: int, world: int) -> None:
 
 def test_small_messages() -> None:
     run_ranks(3, _small)
+
+
+def _one_is_late(rank: int, world: int) -> str:
+    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=2)))
+    if rank == 1:
+        time.sleep(5)
+        return ""
+    flat = torch.zeros(3 * 1000)
+    with pytest.raises(CommError) as caught:
+        comm.reduce(flat, flat[:1000], torch.empty(3000), "sum of the gradients of unit norm, bucket 0").wait()
+    return str(caught.value)
+
+
+def test_a_rank_that_never_joins_is_named_within_the_timeout() -> None:
+    started = time.monotonic()
+    (_, message), *_ = outcomes(3, _one_is_late)
+    assert time.monotonic() - started < 40
+    assert "sum of the gradients of unit norm, bucket 0: rank 1 did not take part" in message
 
 
 def _one_dies(rank: int, world: int) -> str:
