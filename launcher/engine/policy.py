@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..contract import partition
 from ..contract.errors import UsageError
 from ..contract.manifest import Manifest
 from ..contract.train import TrainConfig
@@ -43,8 +44,7 @@ class ZeroPolicy:
     """Our engine."""
 
     def __init__(self, factory: Callable[[], nn.Module], config: TrainConfig, device: torch.device) -> None:
-        # Only stage 3 may train what no rank could hold; elsewhere deferring would cost time for nothing.
-        model = factory if config.zero.stage == 3 else factory().to(device)
+        model = factory if _may_be_too_large(config) else factory().to(device)
         self.engine = ZeroEngine(model, config, device=device)
         self.model = self.engine.model
         self.comm = self.engine.comm
@@ -69,6 +69,17 @@ class ZeroPolicy:
 
     def parameters(self) -> int:
         return self.engine.layout.numel
+
+
+def _may_be_too_large(config: TrainConfig) -> bool:
+    """Whether no rank should hold the whole model, even while it is built: deferring costs a second of start."""
+    if config.zero.stage < 3:
+        return False
+    if config.gpt is None:
+        return True
+    gpt = config.gpt
+    units = partition.gpt_parameters(gpt.layers, gpt.hidden, gpt.seq_len, gpt.vocab)
+    return sum(p.numel for _, row in units for p in row) > 50_000_000
 
 
 _POLICIES: dict[str, Any] = {"zero": ZeroPolicy}
