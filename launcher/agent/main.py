@@ -6,12 +6,13 @@ with the exit status of its kind (contract.errors.Exit).
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import sys
 from typing import Any, Dict, List, Optional
 
-from ..contract.errors import UsageError, ZerunError
+from ..contract.errors import Exit, UsageError, ZerunError
 
 _JSON_VERBS = {
     "start": ".detach",
@@ -48,7 +49,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     except ZerunError as problem:
         _reply({"error": problem.message, "hint": problem.hint})
         return int(problem.exit_code)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except OSError as problem:
+        full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = None if full else "the folder paths.runs must be one that you may write to on this machine"
+        _reply({"error": f"{verb}: {problem.strerror or problem}: {problem.filename or ''}".rstrip(": "), "hint": hint})
+        return int(Exit.NO_SPACE if full else Exit.USAGE)
+    except (ValueError, KeyError, TypeError) as problem:
         _reply({"error": f"{verb}: {type(problem).__name__}: {problem}", "hint": None})
         return 1
 

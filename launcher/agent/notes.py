@@ -49,14 +49,22 @@ class Ready:
                 self._handle = None
 
 
+_RESERVE_BYTES = 64 * 1024
+
+
 class Keeper:
-    """Writes ``nodes/NODE.json`` whole at every change, and as a sign of life in between."""
+    """Writes ``nodes/NODE.json`` whole at every change, and as a sign of life in between.
+
+    Ranks may fill the disk, and how they ended must still be told: a few blocks are set aside for that.
+    """
 
     def __init__(self, folder: AttemptFolder, node: str, node_rank: int, agent: ProcessId, log: AgentLog) -> None:
         self._path = Path(folder.node_record(node))
         self._node, self._node_rank, self._agent, self._log = node, node_rank, agent, log
         self._started_at = time.time()
         self._troubled = False
+        self._reserve = self._path.with_name(f".{node}.reserve")
+        self._set_aside()
         self.state = "starting"
         self.host = ""
         self.python = ""
@@ -83,6 +91,8 @@ class Keeper:
             restart_count=self.restart_count,
             notes=tuple(self.notes),
         )
+        if self.state == "ended":
+            self._spend()
         try:
             write_atomically(self._path, dumps(record))
             self._troubled = False
@@ -90,6 +100,18 @@ class Keeper:
             if not self._troubled:
                 self._log(f"the record could not be written: {problem}")
             self._troubled = True
+
+    def _set_aside(self) -> None:
+        with contextlib.suppress(OSError):
+            handle = os.open(str(self._reserve), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(handle, 0, _RESERVE_BYTES)
+            finally:
+                os.close(handle)
+
+    def _spend(self) -> None:
+        with contextlib.suppress(OSError):
+            self._reserve.unlink()
 
 
 def own_files(folder: AttemptFolder) -> None:

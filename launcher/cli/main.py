@@ -67,6 +67,7 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code; prints errors and never raises them."""
+    _stand_on_streams()
     # Off a terminal nothing is wrapped or cut, so help has no width there.
     width: dict[str, Any] = {} if sys.stdout.isatty() else {"terminal_width": 10_000, "max_content_width": 10_000}
     try:
@@ -89,6 +90,13 @@ def run(arguments: Sequence[str]) -> int:
         show.error(str(problem))
         return int(Exit.NO_SPACE if problem.errno in (errno.ENOSPC, errno.EDQUOT) else Exit.USAGE)
     return result if isinstance(result, int) else int(Exit.DONE)
+
+
+def _stand_on_streams() -> None:
+    """A shell may start us with stdout or stderr closed (``>&-``): what is said there goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as we run
 
 
 def _number(code: object) -> int:

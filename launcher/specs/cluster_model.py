@@ -153,6 +153,7 @@ class NodeEntry(Description):
             isinstance(devices, (list, tuple))
             and slots is not None
             and slots.isdecimal()
+            and len(slots) <= 18
             and int(slots) != len(devices)
         ):
             yield Mistake(("devices",), f"devices lists {len(devices)}, slots says {slots}; a slot has one device")

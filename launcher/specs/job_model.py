@@ -322,6 +322,8 @@ class Job(Description):
         env, secrets = given.get("env"), given.get("secrets")
         if isinstance(secrets, (list, tuple)):
             for at, name in enumerate(secrets):
+                if not isinstance(name, str):
+                    continue  # the field's own type says so
                 if isinstance(env, Mapping) and name in env:
                     yield Mistake(("secrets", at), f"{name} stands under env too; a secret comes from your environment")
                 if name in secrets[:at]:

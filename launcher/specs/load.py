@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -194,10 +195,12 @@ def _hostfile_entries(document: Document, folder: Path) -> tuple[NodeEntry, ...]
     except UnicodeDecodeError:
         document.wrong(("nodes", "hostfile"), f"{shown} is not UTF-8 text")
         return None
+    except ValueError:  # no path at all; the key's own type says so
+        return None
     hosts, mistakes = nodelist.parse_hostfile(text)
     document.problems += [Place(shown, m.line, m.column).problem(m.message) for m in mistakes]
     slots = nodes.get("slots")
-    default = int(slots) if isinstance(slots, str) and slots.isdecimal() and int(slots) > 0 else 1
+    default = int(slots) if isinstance(slots, str) and re.fullmatch(r"0*[1-9]\d{0,17}", slots, re.ASCII) else 1
     if mistakes:
         return None
     return tuple(NodeEntry(name=host, slots=count or default) for host, count in hosts)

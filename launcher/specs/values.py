@@ -181,6 +181,8 @@ def text(value: Any) -> str:
         raise wrong(f"text was expected, not {shown(value)}")
     if "\0" in value:
         raise wrong("text cannot hold a NUL character: no environment or argument can carry it")
+    if any("\ud800" <= c <= "\udfff" for c in value):
+        raise wrong(f"{shown(value)} is not text: it holds what is no UTF-8")
     return str(value)
 
 

@@ -117,3 +117,13 @@ def test_the_reader_may_go_away(tmp_path: Path) -> None:
     finally:
         os.close(write)
     assert done.stderr == "" and done.returncode == 141
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_is_no_crash(tmp_path: Path, closed: str) -> None:
+    line = f"exec '{sys.executable}' -c 'from launcher.cli.main import main; main()' ls {closed}"
+    done = subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and "Traceback" not in done.stderr

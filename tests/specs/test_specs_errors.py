@@ -306,6 +306,8 @@ def test_names_of_sbatch_options_are_plain(option: str) -> None:
         ("{kind: gpt, layers: 8", "{layers: 8", "2:1: 'kind' is missing"),
         ("seq_len: 256}", "seq_len: 256, vocab: 100}", "2:75: vocab 100 is too small: text is read as bytes"),
         ("seq_len: 256}", "seq_len: 256, dropout: 1}", "2:77: 1 is out of range; accepted: at least 0 and less than 1"),
+        ("name: j", 'name: j\nenv: {A: "\\ud800"}', "2:10: '\\ud800' is not text: it holds what is no UTF-8"),
+        ("name: j", "name: j\nsecrets: [[A]]\nenv: {A: b}", "2:11: "),
         ("layers: 8", "layers: 99999999", "2:28: 99999999 is out of range; accepted: from 1 to 10000"),
         ("layers: 8", "layers: 1_000", "2:28: a whole number was expected, not '1_000'"),
         ("lr: 3e-4", "lr: .inf", "5:17: a number was expected, not '.inf'"),
