@@ -41,7 +41,11 @@ CATEGORIES = (
 BUILD, FORWARD, BACKWARD, UPDATE = "build", "forward", "backward", "update"
 
 _FROM_FILE = torch.ops.aten.from_file.default
-_BORN_AS_VIEWS = {torch.ops.aten.lift_fresh.default}  # what Python values become
+VIEWS = {
+    "slice", "view", "as_strided", "t", "transpose", "permute", "expand", "select", "squeeze", "unsqueeze", "detach",
+    "alias", "unfold", "narrow", "diagonal", "view_as_real", "view_as_complex", "_reshape_alias",
+}  # fmt: skip
+_VIEWS_OF_MANY = {"unbind", "split", "split_with_sizes", "chunk"}
 
 
 class Life:
@@ -83,7 +87,7 @@ class Ledger:
         if life is None:
             if not self.nothing and storage.device.type == "meta":
                 return
-            again = self._phase == BACKWARD and torch.is_grad_enabled()
+            again = self._phase == BACKWARD and torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
             life = self._lives[key] = Life(self._phase, len(self.log), again)
             life.kept = weakref.ref(storage, lambda _: self._gone(key))
         size = storage.nbytes()
@@ -129,7 +133,7 @@ class Ledger:
                 self.saw(storage)
             return done
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
@@ -186,8 +190,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def makes_storages(function: Any) -> bool:
-    """Views make none."""
-    return function in _BORN_AS_VIEWS or not getattr(function, "is_view", False)
+    """Views make none. A mapped file is only ever seen through views, and counted as nothing."""
+    name = function.__name__.split(".")[0]
+    return name not in VIEWS and name not in _VIEWS_OF_MANY
 
 
 def see_all(ledger: Ledger, result: Any) -> None:
