@@ -104,11 +104,7 @@ def code_bundle(
 
     Raises UsageError when it is larger than ``limit``, naming the five largest files.
     """
-    start = (folder / root).resolve() if root else folder.resolve()
-    if not start.is_dir():
-        raise UsageError(f"code.root {root!r}: {start} is no folder")
-    top = None if root else _git_root(start)
-    base = top or start
+    base = code_root(folder, root)
     in_git = _git_root(base) is not None
     notes: list[str] = []
     files = [f for f in (_git_files(base) if in_git else _walk(base)) if not _excluded(f, exclude)]
@@ -127,6 +123,14 @@ def code_bundle(
     bundle = _named(_tar(base, kept), ".tar.gz")
     commit, changed = _git_state(base) if in_git else (None, 0)
     return CodeBundle(bundle.name, bundle.data, str(base), len(kept), total, commit, changed, tuple(notes))
+
+
+def code_root(folder: Path, root: str | None = None) -> Path:
+    """The folder that :func:`code_bundle` ships."""
+    start = (folder / root).resolve() if root else folder.resolve()
+    if not start.is_dir():
+        raise UsageError(f"code.root {root!r}: {start} is no folder")
+    return start if root else _git_root(start) or start
 
 
 def _git(folder: Path, *args: str) -> bytes | None:

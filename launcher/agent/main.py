@@ -35,12 +35,14 @@ def main(argv: Optional[List[str]] = None) -> int:
     if verb == "agent":
         return int(importlib.import_module(".supervise", __package__).run(rest))
     try:
+        if verb == "simulate":
+            return int(_with_torch("..engine.simulate").main())
         if verb == "claim":
             return int(importlib.import_module(".claim", __package__).run(rest))
         if verb == "tail":
             return int(importlib.import_module(".tail", __package__).stream(_request(), sys.stdout.buffer))
         if verb not in _JSON_VERBS:
-            known = ", ".join(["agent", "claim", "engine", "tail", *_JSON_VERBS])
+            known = ", ".join(["agent", "claim", "engine", "simulate", "tail", *_JSON_VERBS])
             raise UsageError(f"unknown verb {verb!r}", hint=f"one of {known}")
         request = _request()
         module = importlib.import_module(_JSON_VERBS[verb], __package__)
@@ -57,6 +59,19 @@ def main(argv: Optional[List[str]] = None) -> int:
     except (ValueError, KeyError, TypeError) as problem:
         _reply({"error": f"{verb}: {type(problem).__name__}: {problem}", "hint": None})
         return 1
+
+
+def _with_torch(module: str) -> Any:
+    try:
+        return importlib.import_module(module, __package__)
+    except ModuleNotFoundError as problem:
+        if problem.name not in ("torch", "safetensors"):
+            raise
+        raise UsageError(
+            f"a simulation runs the real engine, which needs {problem.name}: {sys.executable} has none",
+            hint=f"{sys.executable} -m pip install torch safetensors (torch for CPUs is enough), or name a Python "
+            "that has them in ZERUN_TORCH_PYTHON; without --simulate a plan needs neither",
+        ) from problem
 
 
 def _request() -> Dict[str, Any]:

@@ -27,6 +27,14 @@ Search = Annotated[
     bool,
     typer.Option("--search", help="Every stage, micro-batch and recomputation that fits, by lower-bound step time."),
 ]
+Simulate = Annotated[
+    bool,
+    typer.Option("--simulate", help="Runs one step of the real engine on nothing, in a process that needs torch."),
+]
+Rank = Annotated[int | None, typer.Option("--rank", metavar="R", min=0, help="Which rank to simulate. Default: 0.")]
+Svg = Annotated[
+    Path | None, typer.Option("--svg", metavar="FILE", help="With --simulate: memory over the step, as a picture.")
+]
 Parameters = Annotated[str | None, typer.Option("--parameters", metavar="N", help="Without a job: 7.5e9, 7.5B, 1T.")]
 Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks in all, with --parameters.")]
 Tensor = Annotated[
@@ -59,6 +67,9 @@ def plan_verb(
     as_json: options.Json = False,
     table: Table = False,
     search: Search = False,
+    simulate: Simulate = False,
+    rank: Rank = None,
+    svg: Svg = None,
     parameters: Parameters = None,
     ranks: Ranks = None,
     tensor: Tensor = None,
@@ -70,9 +81,11 @@ def plan_verb(
 ) -> None:
     """Says what a job on a cluster comes to: state memory, the whole step, communication, bounds, and whether it fits.
 
-    Starts nothing, connects to nothing and needs no torch. Exit 3 when it does not fit. Without a job,
+    Connects to nothing; needs no torch but for --simulate. Exit 3 when it does not fit. Without a job,
     --parameters and --ranks give the state memory of every ZeRO stage.
     """
+    if not simulate and (rank is not None or svg is not None):
+        raise UsageError("--rank and --svg say what of a simulation", hint="give --simulate with them")
     alone: dict[str, str | int | None] = {
         "--parameters": parameters,
         "--ranks": ranks,
@@ -88,12 +101,19 @@ def plan_verb(
         if given:
             hint = "with one, say it by --set: zero.stage=3, cluster.device.memory=80GiB"
             raise UsageError(f"{next(iter(given))} goes without a job", hint=hint)
+        if simulate:
+            if table or search:
+                raise UsageError("--simulate is of one plan: leave --table and --search out")
+            _simulate(job, cluster, sets or [], rank or 0, svg, as_json=as_json)
+            return
         _plan_job(job, cluster, sets or [], as_json=as_json, table=table, search=search)
         return
     if parameters is None:
         raise UsageError("plan what? a JOB, or --parameters N --ranks N", hint="zerun plan --help")
-    if cluster is not None or sets or search:
-        raise UsageError("--cluster, --set and --search need a job", hint="or leave them out beside --parameters")
+    if cluster is not None or sets or search or simulate:
+        raise UsageError(
+            "--cluster, --set, --search and --simulate need a job", hint="or leave them out beside --parameters"
+        )
     if ranks is None and not table:
         raise UsageError("--parameters needs --ranks too", hint="--ranks 64, or --table for many numbers of ranks")
     _plan_count(_count_of(given), _bytes(device_memory), as_json=as_json, table=table)
@@ -139,6 +159,29 @@ def _plan_job(job: Path, cluster: str | None, sets: Sequence[str], *, as_json: b
             show.data(line)
     if not search:
         refuse_if_too_large(plan)
+
+
+def _simulate(
+    job: Path, cluster: str | None, sets: Sequence[str], rank: int, svg: Path | None, *, as_json: bool
+) -> None:
+    from ..contract.plain import write_atomically
+    from ..planning.timeline import timeline_svg
+    from ..planning.told import told_plan
+
+    plan = options.open_app().simulate(job, cluster, sets, rank=rank)
+    assert plan.simulation is not None
+    if svg is not None:
+        picture = timeline_svg(plan.simulation, f"{plan.job_name} on {plan.cluster_name}", plan.state.device_bytes)
+        try:
+            write_atomically(svg, picture.encode())
+        except OSError as problem:
+            raise UsageError(f"--svg {svg}: {problem.strerror}") from problem
+    if as_json:
+        show.data_json(told_plan(plan))
+    else:
+        for line in plan_lines(plan):
+            show.data(line)
+    refuse_if_too_large(plan)
 
 
 def _plan_count(count: Count, device_bytes: int | None, *, as_json: bool, table: bool) -> None:

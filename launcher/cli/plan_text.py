@@ -24,7 +24,9 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.state.stages:
         lines += ["", *_state_lines(plan.state, ranks), _STATE_ONLY]
     if plan.step:
-        lines += ["", *_step_lines(plan), "", *_traffic_lines(plan), "", *_bound_lines(plan)]
+        lines += ["", *_step_lines(plan)]
+    if plan.traffic is not None:
+        lines += ["", *_traffic_lines(plan), "", *_bound_lines(plan)]
     return [*lines, "", *_verdict_lines(plan)]
 
 
@@ -125,7 +127,10 @@ def _mark(stage: StageMemory) -> str:
 
 
 def _step_lines(plan: Plan) -> list[str]:
-    head = ("a step holds", "at the loss", "in backward", "in the update", "source", "")
+    moments = ("at the loss", "in backward", "in the update")
+    if plan.simulation is not None:
+        moments = ("most in forward", "in backward", "in the update")
+    head = ("a step holds", *moments, "source", "")
     rows = [
         (
             line.what,
@@ -136,7 +141,12 @@ def _step_lines(plan: Plan) -> list[str]:
         for line in plan.step
         if line.bytes
     ]
-    return show.columns(head, rows, right=(1, 2, 3))
+    lines = show.columns(head, rows, right=(1, 2, 3))
+    if plan.simulation is not None:
+        from ..planning.simulated import sentence
+
+        lines.append(sentence(plan.simulation))
+    return lines
 
 
 def _traffic_lines(plan: Plan) -> list[str]:

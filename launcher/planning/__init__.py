@@ -8,6 +8,7 @@ from .make import check_engine, job_table, make_plan
 from .memory import plan_parameters
 from .reasons import CannotPlan, Reason
 from .search import search
+from .simulated import with_simulation
 from .told import told_plan
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "replan",
     "search",
     "told_plan",
+    "with_simulation",
 ]

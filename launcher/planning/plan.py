@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..contract.launch import Node, Program
+from ..contract.simulation import Simulation
 from ..contract.topology import Topology
 from ..contract.train import TrainConfig
 
@@ -152,6 +153,7 @@ class Plan:
     traffic: tuple[Traffic, ...] | None = None  # None likewise; empty on one rank
     bounds: Bounds | None = None
     judgement: Judgement = Judgement("cannot be said", "the step is not planned")
+    simulation: Simulation | None = None  # of one rank's step; ``step`` then tells what it held
 
     @property
     def sent_bytes_per_step(self) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..contract.plain import to_plain
+from ..contract.simulation import Simulation
 from .memory import Count
 from .plan import Plan, StatePlan, TableRow
 
@@ -14,7 +15,8 @@ WORLDS = (1, 4, 16, 64, 256, 1024)
 
 
 def told_plan(plan: Plan) -> dict[str, Any]:
-    """Everything about a job's plan. ``peak_bytes`` and ``peak_holds`` are null until a simulation fills them."""
+    """Everything about a job's plan. ``peak_bytes`` and ``peak_holds`` are a simulation's, or null."""
+    simulation = plan.simulation
     train, topology, judgement, bounds = plan.train, plan.topology, plan.judgement, plan.bounds
     return {
         "job": plan.job_name,
@@ -36,8 +38,9 @@ def told_plan(plan: Plan) -> dict[str, Any]:
             {"what": s.what, "bytes": s.bytes, "source": s.source, "alive": to_plain(s.alive), "note": s.note}
             for s in plan.step
         ],
-        "peak_bytes": None,
-        "peak_holds": None,
+        "peak_bytes": simulation.peak_bytes if simulation else None,
+        "peak_holds": to_plain(simulation.peak_holds) if simulation else None,
+        "simulation": told_simulation(simulation) if simulation else None,
         "communication": None if plan.traffic is None else to_plain(plan.traffic),
         "sent_bytes_per_step": plan.sent_bytes_per_step,
         "bounds_s": {
@@ -56,6 +59,13 @@ def told_plan(plan: Plan) -> dict[str, Any]:
         "tried": to_plain(judgement.tried),
         "not_built": list(plan.not_built),
     }
+
+
+def told_simulation(simulation: Simulation) -> dict[str, Any]:
+    """Everything but the timeline, which is a picture's."""
+    told: dict[str, Any] = to_plain(simulation)
+    del told["timeline"]
+    return told
 
 
 def told_state(state: StatePlan) -> dict[str, Any]:

@@ -28,6 +28,9 @@ def judge(state: StatePlan, lines: tuple[StepLine, ...]) -> Judgement:
         return Judgement("cannot be said", state.because, sure)
     if state.verdict == "does not fit":
         return Judgement("does not fit", _state_alone(state), sure)
+    simulated = any(line.source == "simulated" for line in lines)
+    subject, how = ("a simulated step", "as simulated") if simulated else ("arithmetic", "by arithmetic")
+    further = "a run" if simulated else "a simulation or a run"
     largest = max((line for line in lines if line.source != "assumed"), key=lambda line: line.bytes)
     if sure > device:
         over = readable(sure - device)
@@ -38,13 +41,13 @@ def judge(state: StatePlan, lines: tuple[StepLine, ...]) -> Judgement:
         return Judgement("does not fit", because, sure)
     if all_of_it > device:
         because = (
-            f"arithmetic comes to {readable(sure)} of {readable(device)}, with what is assumed {readable(all_of_it)}: "
-            "the assumed lines decide, a simulation or a run would tell"
+            f"{subject} comes to {readable(sure)} of {readable(device)}, with what is assumed "
+            f"{readable(all_of_it)}: the assumed lines decide, {further} would tell"
         )
         return Judgement("cannot be said", because, sure)
     because = (
-        f"the most at one moment is {readable(sure)} by arithmetic, {readable(all_of_it)} with what is assumed, "
-        f"of {readable(device)}; the largest line is {largest.what} ({readable(largest.bytes)})"
+        f"the most at one moment is {readable(sure)} {how}, {readable(all_of_it)} with what is "
+        f"assumed, of {readable(device)}; the largest line is {largest.what} ({readable(largest.bytes)})"
     )
     return Judgement("fits", because, sure)
 

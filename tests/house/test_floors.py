@@ -15,6 +15,7 @@ FLOORS = {
     "app": 6,
     "attempts": 5,
     "compare": 6,
+    "simulation": 5,
     "runs": 5,
     "locks": 5,
     "observe": 5,
