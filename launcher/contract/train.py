@@ -101,4 +101,7 @@ class TrainConfig:
     evaluate: Optional[Evaluate] = None
     checkpoint: Checkpointing = Checkpointing()
     recompute: Union[str, Tuple[int, ...]] = "none"  # none | block | numbers of blocks: activations made again
+    activations: str = "whole"  # where what recompute stores waits: whole | partitioned | host
+    split: Dict[str, str] = field(default_factory=dict)
+    """A factory model's layers at a tensor degree above 1: name pattern → column | column/3 | row | vocabulary."""
     policy: str = "zero"  # which engine trains; others stand beside ours later

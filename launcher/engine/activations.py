@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..contract.errors import UsageError
+from .comm import Comm
+from .config import EngineConfig
 from .stored import Store
 from .units import blocks
 
@@ -40,6 +42,21 @@ def recompute(module: nn.Module, which: Union[str, Sequence[int]], store: Store 
             raise UsageError(f"recompute: there is no block {number}; the model has {len(found)}, counted from 0")
         child = found[number]
         child.forward = _again(child, store)
+
+
+def make_store(module: nn.Module, config: EngineConfig, tensor: Comm, device: torch.device) -> Store | None:
+    """Where ``config.activations`` keeps what ``config.recompute`` stores; None: whole, as it is.
+
+    Raises :class:`UsageError` where nothing is recomputed, or there is nobody to share with.
+    """
+    if config.activations == "whole":
+        return None
+    if config.recompute == "none":
+        raise UsageError(f"activations: {config.activations} needs recompute: it moves what recompute stores")
+    if config.activations == "partitioned" and tensor.size == 1:
+        raise UsageError("activations: partitioned needs parallel.tensor above 1: its ranks share them")
+    count = len(blocks(module)) if isinstance(config.recompute, str) else len(config.recompute)
+    return Store(tensor, blocks=max(1, count), device=device, host=config.activations == "host")
 
 
 def _again(block: nn.Module, store: Store | None) -> Callable[..., Any]:

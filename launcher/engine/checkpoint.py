@@ -22,8 +22,9 @@ from torch import Tensor
 from ..contract.errors import UsageError, VerificationFailed
 from ..contract.folder import CheckpointFolder, step_of
 from ..contract.manifest import FORMAT, Manifest, ShardFile
-from ..contract.partition import Copy, reshard
+from ..contract.partition import Copy
 from ..contract.plain import PlainError, from_plain, to_plain, write_atomically
+from ..contract.slices import reshard_tensor
 from . import shardfile
 from .comm import barrier, gather_bytes
 
@@ -61,8 +62,8 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
     """
     target = step_folder(folder, step)
     target.mkdir(parents=True, exist_ok=True)
-    comm = engine.comm
-    rank = comm.rank
+    world = engine.ranks.world
+    rank = world.rank
     entries = _entries(engine)
     shard = shardfile.write(
         Path(CheckpointFolder(PurePosixPath(target)).shard(rank)),
@@ -71,7 +72,7 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
         node=about.node or socket.gethostname(),
     )
     row = json.dumps({"shard": to_plain(shard), "time": time.time()}).encode()
-    rows = [json.loads(r) for r in gather_bytes(comm, row, "checkpoint digests", engine.device)]
+    rows = [json.loads(r) for r in gather_bytes(world, row, "checkpoint digests", engine.device)]
     if rank == 0 if about.writes_manifest is None else about.writes_manifest:
         manifest = Manifest(
             format=FORMAT,
@@ -95,20 +96,22 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
             written_at=rows[0]["time"],
         )
         write_atomically(target / "manifest.json", manifest.to_bytes(), durable=True)
-    barrier(comm, "checkpoint written", engine.device)
+    barrier(world, "checkpoint written", engine.device)
     return target
 
 
 def _entries(engine: ZeroEngine) -> list[shardfile.Entry]:
     entries = []
     for flat in engine.units:
+        if not flat.unit.split and engine.ranks.tensor.rank:
+            continue  # equal on all tensor ranks: the first one saves it
         numel = (flat.unit.shard_numel,)
         # Frozen 16-bit parameters have no master: what is stored is what a master would be.
         own = tuple(t.to(flat.state_dtype) for t in flat.own_parameters())
         entries.append(shardfile.Entry(f"{flat.unit.name}/{PARAMETERS}", own, numel))
         for index, name in enumerate(engine.optimizer.MOMENTS if flat.moments else ()):
             entries.append(shardfile.Entry(f"{flat.unit.name}/{name}", tuple(flat.own_moments(index)), numel))
-    if engine.comm.rank == 0:
+    if engine.ranks.world.rank == 0:
         for name, buffer in _buffers(engine.model):
             entries.append(shardfile.Entry(f"buffer/{name}", (buffer,), tuple(buffer.shape)))
     return entries
@@ -157,7 +160,7 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
     says, :class:`UsageError` when the model is another.
     """
     target, manifest, data = read_manifest(folder, step)
-    digests = gather_bytes(engine.comm, hashlib.sha256(data).digest(), "comparing manifests", engine.device)
+    digests = gather_bytes(engine.ranks.world, hashlib.sha256(data).digest(), "comparing manifests", engine.device)
     if len(set(digests)) > 1:
         other = next(i for i, d in enumerate(digests) if d != digests[0])
         raise VerificationFailed(f"rank {other} reads another manifest in {target} than rank 0")
@@ -175,7 +178,7 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
             flat.wait()
     if engine.gathering is not None:
         engine.gathering.release_all()
-    barrier(engine.comm, "checkpoint loaded", engine.device)
+    barrier(engine.ranks.world, "checkpoint loaded", engine.device)
     return manifest
 
 
@@ -187,7 +190,7 @@ def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
     wanted: dict[int, list[tuple[str, int, Tensor]]] = {}
     for rank in held:
         try:
-            copies = reshard(old, engine.layout, rank)
+            copies = reshard_tensor(old, engine.layout, rank, engine.ranks.tensor.rank)
         except ValueError as error:
             raise UsageError(f"{target}: {error}", hint="the checkpoint is of another model") from error
         for copy in copies:

@@ -28,6 +28,7 @@ class EngineConfig:
     nonfinite: str = "stop"  # stop | skip
     prefetch: int = 1  # units gathered ahead of use at stage 3
     recompute: Union[str, tuple[int, ...]] = "none"  # none | block | numbers of blocks
+    activations: str = "whole"  # whole | partitioned (over the tensor group) | host: what recompute stores
 
     def __post_init__(self) -> None:
         if self.zero.stage not in (0, 1, 2, 3):
@@ -45,6 +46,8 @@ class EngineConfig:
             raise UsageError(f"zero.bucket is {self.zero.bucket_bytes} bytes; at least one is needed")
         if isinstance(self.recompute, str) and self.recompute not in ("none", "block"):
             raise UsageError(f"recompute is {self.recompute!r}; accepted are none, block and numbers of blocks")
+        if self.activations not in ("whole", "partitioned", "host"):
+            raise UsageError(f"activations is {self.activations!r}; accepted are whole, partitioned and host")
         if self.accumulation < 1:
             raise UsageError(f"accumulation is {self.accumulation}; at least 1 is needed")
         if self.nonfinite not in ("stop", "skip"):
@@ -64,14 +67,13 @@ class EngineConfig:
         if isinstance(config, EngineConfig):
             return config
         if isinstance(config, TrainConfig):
-            if config.tensor != 1:
-                raise UsageError(f"parallel.tensor: {config.tensor} is not built yet", hint="use tensor: 1")
             return cls(
                 config.zero,
                 config.optimizer,
                 config.batch.accumulation,
                 config.precision,
                 recompute=config.recompute,
+                activations=config.activations,
             )
         plain = dict(config)
         optimizer = plain.get("optimizer")

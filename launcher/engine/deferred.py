@@ -64,6 +64,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [t for t in tree_iter(outputs) if isinstance(t, Tensor)]
         written = {_key(t) for t in made if not _is_view(function)}
         self._alive += [t.untyped_storage() for t in made]
+        # Aliases: a parameter may be given another storage later (``model.to(dtype)``).
+        args, kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
         self._operations.append(_Operation(function, args, kwargs, outputs, reads, frozenset(written), state))
         return outputs
 
@@ -113,6 +115,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = zip(_tensors(operation.outputs), _tensors(outputs))  # noqa: B905 (Python 3.9 on the nodes)
         for meta, value in made:
             real.setdefault(_key(meta), value)
+
+
+def _alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and value.device.type == "meta" else value
 
 
 def _key(tensor: Tensor) -> int:

@@ -89,10 +89,11 @@ class FlatUnit:
         with torch.no_grad():
             for at, placed in enumerate(unit.placed):
                 tensor = tensors[at]
-                view = self.full[placed.start : placed.stop].view(placed.parameter.shape)
+                view = self.full[placed.start : placed.stop].view(tensor.shape)
                 view.copy_(recording.whole(tensor) if recording else tensor)
                 if tensor.device.type == "meta":
                     self.tensors[at] = nn.Parameter(view.data, requires_grad=tensor.requires_grad)
+                    self.tensors[at].__dict__.update(tensor.__dict__)  # how it was cut over tensor ranks
                 else:
                     tensor.data = view
             self.full[unit.numel :].zero_()

@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
@@ -27,6 +27,7 @@ from .data import mix
 from .optim import learning_rate
 from .place import Place
 from .policy import Policy, wrap
+from .ranks import Ranks
 from .sources import Batches, Loss, make_batches, make_loss, make_model, to_device
 from .zero import StepInfo
 
@@ -53,7 +54,9 @@ class Trainer:
         self.checkpoints = Path(folder.checkpoints)
         self.batches: Batches = make_batches(config, self.run_dir)
         self.loss: Loss = make_loss(config)
-        self.policy: Policy = wrap(lambda: make_model(config), config, place.device)
+        ranks = Ranks.connect(config.tensor, timeout_s=place.timeout_s)
+        self.policy: Policy = wrap(lambda: make_model(config, ranks.tensor), config, place.device, ranks)
+        self.world = ranks.world
         self.comm = self.policy.comm
         self.global_batch = config.batch.global_batch(self.comm.size)
         self.progress = Progress()
@@ -102,15 +105,15 @@ class Trainer:
         """One optimizer step with all that follows it; True when the ranks agreed to stop."""
         config, progress = self.config, self.progress
         started = time.perf_counter()
-        before = replace(self.comm.traffic)
+        before = traffic_of(self.policy.ranks)
         loss = self._micro_steps()
         self.policy.lr = learning_rate(config.optimizer, progress.step + 1, config.steps)
         info = self.policy.step()
         progress.step += 1
         progress.samples += self.global_batch
         row = torch.tensor([loss, float(self.stop_asked), float(self._save_due())], dtype=torch.float64)
-        rows = self.comm.gather_small(row.to(self.place.device), f"end of step {progress.step}").cpu()
-        progress.train_loss = float(rows[:, 0].sum()) / self.comm.size
+        rows = self.world.gather_small(row.to(self.place.device), f"end of step {progress.step}").cpu()
+        progress.train_loss = float(rows[:: self.config.tensor, 0].sum()) / self.comm.size
         stop, save = bool(rows[:, 1].any()), bool(rows[0, 2])
         reporter.step(info, time.perf_counter() - started, before)
         last = progress.step == config.steps
@@ -201,6 +204,20 @@ class Trainer:
         say(self.place, f"resumed from step {manifest.step} (saved by {len(manifest.shards)} ranks)")
 
 
+def traffic_of(ranks: Ranks) -> dict[str, Any]:
+    """What was communicated so far, under the names of the metrics; a tensor group's is told apart."""
+    data, tensor = ranks.data.traffic, ranks.tensor.traffic
+    found = {
+        "exposed_wait_s": data.waited_s + tensor.waited_s,
+        "volume_elements": data.volume_elements,
+        "sent_bytes": data.sent_bytes,
+    }
+    if ranks.degree > 1:
+        found["tensor_volume_elements"] = tensor.volume_elements
+        found["tensor_sent_bytes"] = tensor.sent_bytes
+    return found
+
+
 class Reporter:
     """The progress line on rank 0 and the metrics file of every rank."""
 
@@ -211,7 +228,7 @@ class Reporter:
 
     def step(self, info: StepInfo, seconds: float, before: Any) -> None:
         trainer = self.trainer
-        traffic = trainer.comm.traffic
+        traffic = traffic_of(trainer.policy.ranks)
         tokens = trainer.global_batch * trainer.batches.tokens_per_sample
         memory = trainer.policy.memory()
         gpu = trainer.place.device.type == "cuda"
@@ -220,9 +237,7 @@ class Reporter:
             "loss": trainer.progress.train_loss,
             "step_time_s": seconds,
             "tokens_per_s": tokens / seconds,
-            "exposed_wait_s": traffic.waited_s - before.waited_s,
-            "volume_elements": traffic.volume_elements - before.volume_elements,
-            "sent_bytes": traffic.sent_bytes - before.sent_bytes,
+            **{key: value - before[key] for key, value in traffic.items()},
             "skipped": info.skipped,
             "state_bytes": {k: memory[k] for k in ("parameters", "gradients", "optimizer")},
             "peak_allocated_bytes": torch.cuda.max_memory_allocated() if gpu else None,

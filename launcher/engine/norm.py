@@ -56,9 +56,10 @@ class _Arrival(NamedTuple):
 class NormPlan:
     """Indices made once; :meth:`sum_of_squares` then runs a fixed number of tensor operations."""
 
-    def __init__(self, units: Sequence[FlatUnit], comm: Comm) -> None:
+    def __init__(self, units: Sequence[FlatUnit], comm: Comm, tensor: Comm | None = None) -> None:
         self.units = [u for u in units if u.gradient is not None]
         self.comm = comm
+        self.tensor = tensor if tensor is not None and tensor.size > 1 else None
         self.device = units[0].full.device
         self._block_base: list[list[int]] = []  # of each unit, each parameter: its first block's number
         self._owner = array("i")  # of each block
@@ -200,7 +201,20 @@ class NormPlan:
         owned = blocks.new_zeros(self._widest)
         owned[: blocks.numel()] = blocks
         everyone = self.comm.gather_small(owned, "gradient norm")
-        return float(sum_in_rows(everyone.view(-1).index_select(0, self._in_order)))
+        return float(sum_in_rows(self._over_tensor_ranks(everyone.view(-1).index_select(0, self._in_order))))
+
+    def _over_tensor_ranks(self, blocks: Tensor) -> Tensor:
+        """The blocks of all tensor ranks, a parameter's after another's: replicated ones once, split ones of each."""
+        if self.tensor is None:
+            return blocks
+        everyone = self.tensor.gather_small(blocks, "gradient norm").t()
+        wanted = torch.zeros(everyone.shape, dtype=torch.bool, device=self.device)
+        wanted[:, 0] = True
+        ends = [*(bases[0] for bases in self._block_base[1:]), len(blocks)]
+        for flat, bases, end in zip(self.units, self._block_base, ends):  # noqa: B905 (Python 3.9 on the nodes)
+            if flat.unit.split:
+                wanted[bases[0] : end] = True
+        return everyone[wanted]
 
     def _square_whole(self) -> None:
         """Sums of squares of all whole atoms, a chunk of them at a time, of as many runs as it takes to fill one."""

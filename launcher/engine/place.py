@@ -32,6 +32,7 @@ class Place:
     port: int
     node: str
     device: torch.device
+    timeout_s: float = TIMEOUT_S
 
     @classmethod
     def of(cls, spec: LaunchSpec, env: Mapping[str, str]) -> Place:
@@ -62,6 +63,7 @@ class Place:
             port=int(env.get("MASTER_PORT", "0")),
             node=env.get("ZERUN_NODE") or "localhost",
             device=device,
+            timeout_s=float(env.get("ZERUN_COMM_TIMEOUT", TIMEOUT_S)),
         )
 
 
@@ -75,7 +77,7 @@ def meet(place: Place, env: Mapping[str, str]) -> None:
         interface = interface_to(place.address, place.port)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-    timeout = datetime.timedelta(seconds=float(env.get("ZERUN_COMM_TIMEOUT", TIMEOUT_S)))
+    timeout = datetime.timedelta(seconds=place.timeout_s)
     listening = env.get("ZERUN_LISTEN_FD")
     first = place.rank == 0
     store = dist.TCPStore(  # type: ignore[attr-defined]

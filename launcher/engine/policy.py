@@ -15,6 +15,7 @@ from ..contract.manifest import Manifest
 from ..contract.train import TrainConfig
 from . import checkpoint
 from .comm import Comm
+from .ranks import Ranks
 from .zero import StepInfo, ZeroEngine
 
 
@@ -22,7 +23,8 @@ class Policy(Protocol):
     """One way to train a model on a group of ranks. ``lr`` is set by the loop before each step."""
 
     model: nn.Module
-    comm: Comm
+    ranks: Ranks
+    comm: Comm  # over data-parallel ranks: ``ranks.data``
     device: torch.device
     lr: float
 
@@ -43,10 +45,13 @@ class Policy(Protocol):
 class ZeroPolicy:
     """Our engine."""
 
-    def __init__(self, factory: Callable[[], nn.Module], config: TrainConfig, device: torch.device) -> None:
+    def __init__(
+        self, factory: Callable[[], nn.Module], config: TrainConfig, device: torch.device, ranks: Ranks
+    ) -> None:
         model = factory if _may_be_too_large(config) else factory().to(device)
-        self.engine = ZeroEngine(model, config, device=device)
+        self.engine = ZeroEngine(model, config, device=device, ranks=ranks)
         self.model = self.engine.model
+        self.ranks = ranks
         self.comm = self.engine.comm
         self.device = self.engine.device
         self.backward = self.engine.backward
@@ -68,7 +73,7 @@ class ZeroPolicy:
         return checkpoint.load(self.engine, folder, step)
 
     def parameters(self) -> int:
-        return self.engine.layout.numel
+        return sum(p.numel for p in self.engine.layout.by_name.values())
 
 
 def _may_be_too_large(config: TrainConfig) -> bool:
@@ -85,9 +90,9 @@ def _may_be_too_large(config: TrainConfig) -> bool:
 _POLICIES: dict[str, Any] = {"zero": ZeroPolicy}
 
 
-def wrap(factory: Callable[[], nn.Module], config: TrainConfig, device: torch.device) -> Policy:
-    """The factory's model, trained on ``device`` by the policy that ``config`` names."""
+def wrap(factory: Callable[[], nn.Module], config: TrainConfig, device: torch.device, ranks: Ranks) -> Policy:
+    """The factory's model, trained on ``device`` among ``ranks`` by the policy that ``config`` names."""
     if config.policy not in _POLICIES:
         raise UsageError(f"policy {config.policy!r} is not known; known: {', '.join(_POLICIES)}")
-    policy: Policy = _POLICIES[config.policy](factory, config, device)
+    policy: Policy = _POLICIES[config.policy](factory, config, device, ranks)
     return policy

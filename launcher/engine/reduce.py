@@ -162,7 +162,7 @@ class GradientFlow:
         placed = flat.unit.placed[index]
         if not self.every_micro_step:
             assert flat.gradient is not None
-            place = flat.gradient[placed.start : placed.stop].view(placed.parameter.shape)
+            place = flat.gradient[placed.start : placed.stop].view(gradient.shape)
             if self._first or (number, index) not in self.touched:
                 place.copy_(gradient)
             else:

@@ -22,8 +22,11 @@ from torch.utils.data import default_collate
 
 from ..contract.errors import UsageError
 from ..contract.train import TrainConfig
+from .comm import Comm
 from .data import HeldOut, Samples, TokenFile, bigram_entropy
 from .gpt import GPT
+from .tensor_gpt import TensorGPT
+from .tensor_map import split_layers
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -125,18 +128,20 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
     return called
 
 
-def make_model(config: TrainConfig) -> nn.Module:
-    """The model, from a generator seeded by the job: the same on every rank."""
+def make_model(config: TrainConfig, tensor: Comm) -> nn.Module:
+    """The model, from a generator seeded by the job: the same on every rank, or this rank's slices of it."""
     torch.manual_seed(config.seed)
     if config.gpt is not None:
         try:
-            return GPT(config.gpt)
+            return GPT(config.gpt) if tensor.size == 1 else TensorGPT(config.gpt, tensor)
         except ValueError as error:
             raise UsageError(str(error)) from error
     assert config.factory is not None
     model = resolve(config.factory.factory, "model.factory")(**config.factory.options)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model.factory {config.factory.factory} returned {type(model).__name__}, not an nn.Module")
+    if tensor.size > 1:
+        split_layers(model, config.split, tensor)
     return model
 
 

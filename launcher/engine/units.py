@@ -23,6 +23,7 @@ from ..contract.partition import Layout, Parameter
 from ..contract.plain import to_plain
 from .comm import Comm, gather_bytes
 from .precision import working_dtype
+from .tensor_parallel import split_of
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,19 @@ def describe(
     bucket_bytes: int,
     groups: Sequence[Mapping[str, Any]] | None = None,
     precision: str = "fp32",
+    tensor: int = 1,
 ) -> Model:
     """The partition of ``module`` over ``ranks``, held in ``precision``; ``groups`` as ``ZeroEngine`` takes them.
+
+    ``tensor`` is the degree at which the module's layers were cut (``engine.tensor_parallel``).
 
     Raises :class:`UsageError` for a parameter in two groups, or a group entry that is no parameter.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
+    for name, value in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(value), []).append(name)
+        tensors[id(value)] = value
     if not names:
         raise UsageError("the model has no parameters")
     group_of, settings = _groups(groups, tensors, names)
@@ -69,16 +73,20 @@ def describe(
     named: list[tuple[str, list[Parameter], nn.Module | None]] = []
     run: str | None = None
     for key, aliases in names.items():
-        tensor = tensors[key]
+        value = tensors[key]
         owners = {_home(alias, homes) for alias in aliases}
         home = owners.pop() if len(owners) == 1 else None
+        split = split_of(value)
         parameter = Parameter(
             name=aliases[0],
-            shape=tuple(tensor.shape),
-            dtype=str(working_dtype(precision, tensor.dtype)).removeprefix("torch."),
-            trainable=tensor.requires_grad,
+            shape=tuple(value.shape) if split is None else split.shape,
+            dtype=str(working_dtype(precision, value.dtype)).removeprefix("torch."),
+            trainable=value.requires_grad,
             group=group_of.get(key, 0),
             tied=tuple(aliases[1:]),
+            tensor_axis=None if split is None else split.axis,
+            tensor_parts=1 if split is None else split.parts,
+            tensor_padded=split is not None and split.padded,
         )
         unit = home if home is not None else run or _run_name(aliases[0], named)
         run = unit if home is None else None
@@ -90,7 +98,7 @@ def describe(
                 previous[0][1].append(parameter)
             else:
                 named.append((unit, [parameter], homes.get(home) if home is not None else None))
-    layout = partition.build([(n, p) for n, p, _ in named], ranks=ranks, bucket_bytes=bucket_bytes)
+    layout = partition.build([(n, p) for n, p, _ in named], ranks=ranks, bucket_bytes=bucket_bytes, tensor=tensor)
     by_unit = {name: owner for name, _, owner in named}
     modules = [by_unit[unit.name.split("#")[0]] for unit in layout.units]
     return Model(layout, {aliases[0]: tensors[key] for key, aliases in names.items()}, modules, settings)
@@ -157,11 +165,13 @@ def _groups(
 def agree(comm: Comm, layout: Layout, device: torch.device) -> None:
     """Compares every rank's layout; raises :class:`UsageError` on all of them that names a difference."""
     text = json.dumps(to_plain(layout), sort_keys=True).encode()
-    digests = gather_bytes(comm, hashlib.sha256(text).digest(), "comparing models", device)
-    if len(set(digests)) == 1:
+    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8, device=device)
+    digests = comm.gather_small(digest, "comparing models")
+    different = (digests != digests[0]).any(1)
+    if not bool(different.any()):
         return
     everyone = [json.loads(t) for t in gather_bytes(comm, text, "comparing models", device)]
-    other = next(i for i, d in enumerate(digests) if d != digests[0])
+    other = int(different.nonzero()[0])
     raise UsageError(
         f"rank {other} has another model than rank 0: {_difference(everyone[0], everyone[other])}",
         hint="every rank must build the same model; check what depends on the rank or on chance",

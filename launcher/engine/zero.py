@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..contract import partition
 from ..contract.errors import JobFailed, UsageError
+from ..contract.train import TrainConfig
 from . import checkpoint
-from .activations import recompute
-from .comm import Alone, Comm, barrier, connect
+from .activations import make_store, recompute
+from .comm import Comm, barrier
 from .config import ConfigLike, EngineConfig
 from .deferred import NotDeferred, Recording, record
 from .flat import STAGES, FlatUnit
@@ -38,7 +38,9 @@ from .gathering import Gathering
 from .norm import NormPlan
 from .optim import FlatAdamW
 from .precision import LossScale, gradient_dtype, working_dtype
+from .ranks import Ranks
 from .reduce import GradientFlow
+from .tensor_parallel import split_of
 from .units import Model, agree, describe
 
 _log = logging.getLogger(__name__)
@@ -64,8 +66,9 @@ class ZeroEngine:
 
     ``config`` is an :class:`EngineConfig`, a ``TrainConfig`` or a mapping. ``groups`` gives parameters
     (names or tensors) settings of their own: ``[{"params": […], "weight_decay": 0.0, "lr_scale": 0.1}]``.
-    ``comm`` replaces the way to communicate, for tests. The model's parameters become views of flat
-    buffers and must not be replaced; their ``.grad`` stays None.
+    ``comm`` replaces the way to communicate, for tests. ``ranks`` names the groups of a tensor-parallel
+    model, whose layers were built with ``ranks.tensor``: ZeRO partitions over ``ranks.data``. The model's
+    parameters become views of flat buffers and must not be replaced; their ``.grad`` stays None.
     """
 
     def __init__(
@@ -76,9 +79,16 @@ class ZeroEngine:
         *,
         comm: Comm | None = None,
         device: torch.device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = EngineConfig.of(config)
-        self.comm = comm or (connect() if dist.is_available() and dist.is_initialized() else Alone())
+        self.ranks = ranks or (Ranks.of_data(comm) if comm is not None else Ranks.connect())
+        if isinstance(config, TrainConfig) and config.tensor != self.ranks.degree:
+            raise UsageError(
+                f"parallel.tensor is {config.tensor}, but the ranks were connected at degree {self.ranks.degree}",
+                hint="Ranks.connect(tensor) makes the groups; build the model with ranks.tensor, give ranks here",
+            )
+        self.comm = self.ranks.data
         # On one rank nothing is partitioned, whatever the stage: the whole is the shard.
         alone = self.comm.size == 1
         self.stage = STAGES[0 if alone else self.config.zero.stage]
@@ -92,7 +102,7 @@ class ZeroEngine:
             flat.make_moments(len(FlatAdamW.MOMENTS))
         self.optimizer = FlatAdamW([r for u in self.units for r in u.runs()], self.config.optimizer, described.groups)
         self.flow = GradientFlow(self.units, self.comm, every_micro_step=self._every_micro_step)
-        self.norm = NormPlan(self.units, self.comm)
+        self.norm = NormPlan(self.units, self.comm, self.ranks.tensor)
         self.loss_scale = LossScale.of(self.config.precision)
         self.lr = self.config.optimizer.lr
         self.micro_step = 0
@@ -112,7 +122,7 @@ class ZeroEngine:
         """The model, its partition and its flat units, from a module or a function that builds one."""
         if isinstance(model, nn.Module):
             described = self._describe(model, groups, device)
-            agree(self.comm, self.layout, self.device)
+            agree(self.ranks.world, self.layout, self.device)
             self._synchronise(described.tensors)
             self._flatten(described, None)
             return described
@@ -126,10 +136,10 @@ class ZeroEngine:
                     described = self._describe(model(), groups, device)
                     self._flatten(described, None)
                 barrier(self.comm, f"rank {turn} builds its model")
-            agree(self.comm, self.layout, self.device)
+            agree(self.ranks.world, self.layout, self.device)
             return described
         described = self._describe(built, groups, device)
-        agree(self.comm, self.layout, self.device)
+        agree(self.ranks.world, self.layout, self.device)
         self._flatten(described, recording)
         return described
 
@@ -137,7 +147,6 @@ class ZeroEngine:
         self, model: nn.Module, groups: Sequence[Mapping[str, Any]] | None, device: torch.device | None
     ) -> Model:
         self.model = model
-        recompute(model, self.config.recompute)
         zero = self.config.zero
         described = describe(
             model,
@@ -145,9 +154,12 @@ class ZeroEngine:
             bucket_bytes=zero.bucket_bytes,
             groups=groups,
             precision=self.config.precision,
+            tensor=self.ranks.degree,
         )
         self.layout = described.layout
         self.device = device or _device_of(described.tensors.values())
+        self.store = make_store(model, self.config, self.ranks.tensor, self.device)
+        recompute(model, self.config.recompute, self.store)
         return described
 
     def _flatten(self, described: Model, recording: Recording | None) -> None:
@@ -182,16 +194,17 @@ class ZeroEngine:
     def _same_random_state(self) -> None:
         """Deferred parameters are made by every rank for itself: all must draw rank 0's numbers."""
         state = torch.get_rng_state()
-        self.comm.broadcast(state, 0, "random state")
+        self.ranks.world.broadcast(state, 0, "random state")
         torch.set_rng_state(state)
 
     def _synchronise(self, tensors: Mapping[str, nn.Parameter]) -> None:
-        """Rank 0's parameters are everyone's."""
-        if self.comm.size > 1:
-            with torch.no_grad():
-                for tensor in tensors.values():
-                    if tensor.device.type != "meta":
-                        self.comm.broadcast(tensor.data, 0, "first parameters")
+        """Rank 0's parameters are everyone's; a slice is that of the first rank which has it."""
+        with torch.no_grad():
+            for tensor in tensors.values():
+                if tensor.device.type != "meta":
+                    if split_of(tensor) is None:
+                        self.ranks.tensor.broadcast(tensor.data, 0, "first replicated parameters")
+                    self.comm.broadcast(tensor.data, 0, "first parameters")
 
     def _synchronise_buffers(self, what: str) -> None:
         if self.comm.size > 1:
@@ -308,7 +321,8 @@ class ZeroEngine:
             for tensor, name in flat.own_gradient_pieces():
                 if not bool(torch.isfinite(tensor).all()):
                     found = min(found, names.index(name))
-        everyone = self.comm.gather_small(torch.tensor([found], device=self.device), "non-finite gradients")[:, 0]
+        world = self.ranks.world
+        everyone = world.gather_small(torch.tensor([found], device=self.device), "non-finite gradients")[:, 0]
         first = int(everyone.min())
         rank = int((everyone == first).nonzero()[0])
         where = f"parameter {names[first]}, shard of rank {rank}" if first < len(names) else "unknown"
@@ -332,7 +346,7 @@ class ZeroEngine:
 
     def memory(self) -> dict[str, int]:
         """Live bytes by kind, summed over the storages that exist now: parameters, gradients, optimizer,
-        gathered (whole parameters at stage 3), buckets."""
+        gathered (whole parameters at stage 3), buckets, stored and host (what recomputed blocks keep)."""
         parameters = [t for u in self.units for t in ([u.full] if u.shard is None else [u.shard])]
         gathered = [u.full for u in self.units if u.shard is not None]
         gradients = [u.gradient for u in self.units if u.gradient is not None]
@@ -342,6 +356,8 @@ class ZeroEngine:
             "optimizer": _storage_bytes([t for u in self.units for t in (*u.moments, u.master) if t is not None]),
             "gathered": _storage_bytes(gathered),
             "buckets": _storage_bytes(self.flow.storages()),
+            "stored": 0 if self.store is None or self.store.host else self.store.rows.bytes,
+            "host": 0 if self.store is None or not self.store.host else self.store.rows.bytes,
         }
 
     def state_bytes(self) -> partition.StateBytes:

@@ -219,7 +219,7 @@ def test_a_rank_that_fails_ends_all_quickly_and_says_why(tmp_path: Path, corpus:
     ("changes", "words"),
     [
         ({"gpt": None, "factory": Factory("nosuch:thing")}, "model.factory: no module 'nosuch'"),
-        ({"tensor": 2}, "parallel.tensor: 2 is not built yet"),
+        ({"tensor": 2}, "parallel.tensor: 2 needs as many ranks; there is one"),
         ({"policy": "ddp"}, "policy 'ddp' is not known"),
     ],
 )
