@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bundles import Bundle, CodeBundle, code_bundle, runtime_bundle
-from .contract.errors import Refused, Unreachable, UsageError, ZerunError
+from .contract.errors import Interrupted, Refused, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
 from .contract.plain import dumps, to_plain, write_atomically
 from .observe import observe
@@ -121,6 +121,11 @@ class Attempts:
                     hint=f"zerun status {run.name} finds out, and adopts the job if it is there",
                 ) from problem
             handle = found
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted while {run.name} was being submitted: it may be there already",
+                hint=f"zerun status {run.name} says so, zerun cancel {run.name} ends it",
+            ) from None
         except ZerunError as problem:
             self.store.append(run, "submit_failed", attempt, time.time(), error=problem.message)
             raise

@@ -303,6 +303,11 @@ def _by_time(folder: Path) -> tuple[str, float, str]:
 def fold(run: Run, seen: Observation) -> RunState:
     """The state of the run's newest attempt, from the journal and one look at it."""
     state, why = _judge(run, seen)
+    before = run.last("ended", "submitted", attempt=seen.attempt)
+    if before is not None and before.event == "ended" and state in ("failed", "unknown") and _has_gaps(seen):
+        # It was seen to end when all could be read. A scratch disk that was wiped since, or a node that is off, does
+        # not make a run that is done a failed one.
+        state, why = before.data["state"], str(before.data.get("why", ""))
     cause = None
     if state in ("failed", "time_limit", "cancelled"):
         cause = first_cause(seen.records, seen.outcome, seen.last_lines)
@@ -332,6 +337,10 @@ def fold(run: Run, seen: Observation) -> RunState:
         handle=run.handle,
         notes=tuple(f"{place} did not answer: {reason}" for place, reason in seen.silent.items()),
     )
+
+
+def _has_gaps(seen: Observation) -> bool:
+    return len(seen.records) < seen.num_nodes and not seen.alive
 
 
 def _judge(run: Run, seen: Observation) -> tuple[State, str]:
@@ -398,7 +407,8 @@ def _ended(run: Run, seen: Observation) -> tuple[State, str]:
     gone = [r.node for r in seen.records if r.state != "ended"]
     if gone:
         return "failed", f"the agent on {', '.join(gone)} went without a last word (power cut, or killed)"
-    return "failed", seen.poll.word
+    lost = seen.num_nodes - len(seen.records)
+    return "failed", seen.poll.word or f"{lost} of {seen.num_nodes} nodes left no record that can be read"
 
 
 _FROM_OUTSIDE = {

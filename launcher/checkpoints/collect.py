@@ -17,6 +17,7 @@ from ..contract.folder import RunFolder
 from ..contract.holdings import identity
 from ..contract.manifest import Manifest, ShardFile
 from ..contract.plain import sync_folder
+from ..locks import hold
 from .found import Candidate, candidates, choose, newest_whole
 from .moving import (
     Asked,
@@ -76,9 +77,16 @@ def collect(
     """Brings the run's files to its folder ``home``. ``checkpoint``: ``newest``, ``none`` or a step.
 
     Raises NoSpace, Refused (names, links), VerificationFailed (rank, file, block), Unreachable, and
-    PartialAnswer after everything that could be brought was brought.
+    PartialAnswer after everything that could be brought was brought. UsageError while another command does it.
     """
     wanted = _wanted(checkpoint)
+    with hold(home / ".collecting") as ours:
+        if not ours:
+            raise UsageError(f"{run} is being collected by another command", hint="wait for it; nothing is lost")
+        return _collect(backend, run, home, wanted, progress)
+
+
+def _collect(backend: Backend, run: str, home: Path, wanted: str | int | None, progress: Progress | None) -> Collected:
     chosen, note = _choose(backend, run, home, wanted)
     step = None if chosen is None else chosen.step
     asked = ask_all(backend, "inventory", lambda p: {"run_dir": run_dir(p, run), "checkpoint": step})

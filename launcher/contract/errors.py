@@ -11,7 +11,8 @@
     ├── NoSpace                6
     ├── VerificationFailed     7   bytes that are not what the manifest says
     ├── PartialAnswer          8   only part of the nodes answered
-    └── JobFailed              1
+    ├── JobFailed              1
+    └── Interrupted          130   Ctrl-C, where something may have been begun
 """
 
 from __future__ import annotations
@@ -109,3 +110,7 @@ class PartialAnswer(ZerunError):
 
 class JobFailed(ZerunError):
     exit_code = Exit.JOB_FAILED
+
+
+class Interrupted(ZerunError):
+    exit_code = Exit.INTERRUPTED

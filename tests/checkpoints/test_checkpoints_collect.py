@@ -18,6 +18,7 @@ from launcher.checkpoints import Candidate, Collected, candidates, collect, need
 from launcher.contract.errors import NoSpace, PartialAnswer, Refused, Unreachable, UsageError, VerificationFailed
 from launcher.contract.folder import RunFolder
 from launcher.contract.manifest import BLOCK_BYTES
+from launcher.locks import hold
 
 NODES = ["node01", "node02"]
 RUN = "job-1"
@@ -121,6 +122,12 @@ def test_a_flipped_bit_on_the_node_is_named_by_rank_file_and_block(shared: Local
     assert not (folder / "manifest.json").exists(), "what is not proven is no checkpoint"
     assert (folder / "rank-00000.safetensors").exists() and not (folder / "rank-00001.safetensors").exists()
     assert (home / "attempts/1/logs/rank-00000.log").exists()
+
+
+def test_two_collects_at_once_do_not_meet(shared: LocalBackend, home: Path) -> None:
+    with hold(home / ".collecting"), pytest.raises(UsageError, match="by another command"):
+        bring(shared, home)
+    assert bring(shared, home, "none").moved_files
 
 
 def test_an_interrupted_collect_goes_on(two: LocalBackend, home: Path) -> None:

@@ -48,6 +48,20 @@ def test_cancel_ends_what_a_killed_agent_left_behind(laptop: Site, wait_until: C
     assert not any(map(_lives, daemons))
 
 
+def test_a_submit_that_is_interrupted_names_the_run_that_may_be_there(laptop: Site) -> None:
+    laptop.write("script.py", "import time\ntime.sleep(600)\n")
+    laptop.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python="python3", more=""))
+    process = laptop.start("submit", "jobs/p.yaml", "--cluster", "here", "--set", "cluster.setup=sleep 30")
+    while not list((laptop.folder / "runs").glob("p-*/attempts/1/nodes/localhost.json")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    (run,) = (path.name for path in (laptop.folder / "runs").glob("p-*"))
+    assert process.returncode == 130 and out == b"" and f"zerun cancel {run}".encode() in err, err
+    assert laptop.zerun("cancel", run).stdout.startswith(f"{run}  cancelled")
+
+
 def test_a_run_that_is_being_submitted_is_no_failed_one(laptop: Site) -> None:
     """Another shell that looks in the middle of a submit must not write down that it failed."""
     laptop.write("script.py", "import time\ntime.sleep(600)\n")

@@ -84,3 +84,17 @@ def test_why_a_submit_failed_outlives_what_its_undoing_left(run: Run) -> None:
     run = store.append(run, "submit_failed", 2, 9.0, error="n1: setup: line 1 failed")
     state = fold(run, Observation(poll=Poll("absent"), attempt=2, num_nodes=2))
     assert (state.state, state.why) == ("failed", "it was not submitted: n1: setup: line 1 failed")
+
+
+def test_a_run_that_was_done_stays_done_when_its_nodes_forget(run: Run) -> None:
+    """Scratch disks are wiped, nodes are switched off, a record gets damaged: what was seen to end has ended so."""
+    wiped = Observation(poll=Poll("ended"), attempt=1, num_nodes=2)
+    off = Observation(poll=Poll("unknown", why="n1 is off"), attempt=1, silent={"n1": "n1 is off"}, num_nodes=2)
+    for seen in (wiped, off):
+        state = fold(run, seen)
+        assert (state.state, state.exit_code) == ("done", 0)
+    never_seen = RunStore(run.folder.parent).append(run, "submitting", 2, 9.0, name="zerun-x-2", num_nodes=2)
+    never_seen = RunStore(run.folder.parent).append(
+        never_seen, "submitted", 2, 9.0, handle=to_plain(Handle("direct", {"agents": {}}))
+    )
+    assert fold(never_seen, Observation(poll=Poll("ended"), attempt=2, num_nodes=2)).state == "failed"
