@@ -6,6 +6,7 @@ The journal is written before what it speaks of, so that whatever is cut in the 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from .contract.launch import LaunchSpec
     from .planning.plan import Plan
     from .specs.models import Cluster, Job
+
+
+_BLOB_GONE = "the run's cluster has it too, in .blobs/ below paths.runs; or submit the job again"
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Attempts:
         name = str(event.data["runtime"]) if event else ""
         try:
             runtime = Bundle(name, self.blob(name)) if name else runtime_bundle()
-        except FileNotFoundError:
+        except UsageError:
             runtime = runtime_bundle()
         return self.open(specs.cluster_from_plain(run.about["cluster"]), runtime)
 
@@ -190,13 +194,22 @@ class Attempts:
 
     def keep(self, bundle: Bundle) -> Bundle:
         path = self.store.root / ".blobs" / bundle.name
-        if not path.exists():
+        if not path.exists() or path.read_bytes() != bundle.data:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, bundle.data)
         return bundle
 
     def blob(self, name: str) -> bytes:
-        return (self.store.root / ".blobs" / name).read_bytes()
+        """Raises UsageError when the bytes are gone, or are not those that the name stands for."""
+        path = self.store.root / ".blobs" / name
+        try:
+            data = path.read_bytes()
+        except OSError as problem:
+            said = f"{path}, which was shipped, cannot be read: {problem.strerror}"
+            raise UsageError(said, hint=_BLOB_GONE) from None
+        if not name.startswith(hashlib.sha256(data).hexdigest() + "."):
+            raise UsageError(f"{path} is damaged: it is not what its name says", hint=_BLOB_GONE)
+        return data
 
 
 def forget_secrets(backend: Backend, run: Run, attempt: int) -> None:

@@ -52,9 +52,24 @@ def look(request: Dict[str, Any]) -> Dict[str, Any]:
     if sys.version_info < (3, 9):
         found = ".".join(str(n) for n in sys.version_info[:3])
         return {"error": f"agent_python is Python {found}", "hint": "name a Python of 3.9 or newer as agent_python"}
+    now = time.time()
     runs = expand_path(str(request["runs"]))
-    have = [b for b in request["blobs"] if os.path.isfile(os.path.join(runs, ".blobs", b))]
-    return {"runs": runs, "have": have, "now": time.time()}
+    have = [b for b in request["blobs"] if _is_whole(os.path.join(runs, ".blobs", b))]
+    return {"runs": runs, "have": have, "now": now}
+
+
+def _is_whole(path: str) -> bool:
+    """Whether the file holds what its name, a SHA-256, says: one that a power cut emptied is sent again."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            for data in iter(lambda: file.read(1 << 20), b""):
+                digest.update(data)
+    except OSError:
+        return False
+    return os.path.basename(path).startswith(digest.hexdigest() + ".")
 
 
 if __name__ == "__main__":

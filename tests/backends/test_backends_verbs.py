@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from backend_kit import RUNTIME
 
+from launcher.agent import expand
 from launcher.backends.states import state_of, why_queued
 from launcher.contract.errors import Exit
 
@@ -42,6 +43,15 @@ def test_expand(zipped: Path) -> None:
     for bad, why in (("/$NOT_SET", "not set there"), ("$V/x", "no absolute path"), ("~other/x", "only one's own home")):
         code, said = ask(zipped, "expand", {"paths": [bad]}, V="relative")
         assert code != 0 and why in said["error"], said
+
+
+def test_a_shipped_file_is_there_only_when_it_is_what_its_name_says(tmp_path: Path) -> None:
+    (tmp_path / ".blobs").mkdir()
+    whole, cut, none = RUNTIME.name, f"{'b' * 64}.zip", f"{'c' * 64}.zip"
+    (tmp_path / ".blobs" / whole).write_bytes(RUNTIME.data)
+    (tmp_path / ".blobs" / cut).write_bytes(b"")
+    said = expand.look({"runs": str(tmp_path), "blobs": [whole, cut, none]})
+    assert said["have"] == [whole]
 
 
 def test_install_writes_inside_the_run_alone(zipped: Path, tmp_path: Path) -> None:

@@ -78,3 +78,17 @@ def test_a_run_that_is_being_submitted_is_no_failed_one(laptop: Site) -> None:
         assert row["state"] == "running"
         laptop.zerun("cancel", row["run"])
     assert out.decode().strip() in {row["run"] for row in laptop.json("ls")}
+
+
+def test_what_was_shipped_and_got_damaged_is_shipped_again(laptop: Site) -> None:
+    """A power cut can leave an empty file under a digest's name; no later run may die of it."""
+    laptop.write("script.py", "print('well')\n")
+    laptop.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python="python3", more=""))
+    first = laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow").stdout.strip()
+    blobs = list((laptop.folder / "runs" / ".blobs").iterdir())
+    assert len(blobs) == 2
+    for damage in (b"", b"junk"):
+        for blob in blobs:
+            blob.write_bytes(damage)
+        assert laptop.json("status", first)["state"] == "done"
+        laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow")
