@@ -206,8 +206,8 @@ def _communication() -> Iterator[str]:
     rows = [
         ["stages 0, 1, 2", "2Ψ", "2Ψ + padding; with accumulation a stage 2 reduces in every micro-step: (1 + a)Ψ"],
         ["stage 3", "3Ψ", "3Ψ less what stays gathered from forward to backward (embedding, last norm, last block)"],
-        ["tensor parallel with recomputation, a block", "12·b·s·h", f"{reduce_:.2f}·b·s·h: two more a step, for embedding and head"],
-        ["P_a, a block", "1·b·s·h: 8.3 %, less than 10 %", f"{gather:.2f}·b·s·h: {100 * gather / reduce_:.1f} %"],
+        ["tensor parallel with recomputation, a block", "12·b·s·h", f"{reduce_:.2f}·b·s·h: without dropout recomputation ends before a block's last sum; two more a step, for embedding and head"],
+        ["P_a, a block", "1·b·s·h: 8.3 %, less than 10 %", f"{gather:.2f}·b·s·h: {100 * gather / reduce_:.1f} %, or {100 * gather / 12:.1f} % of 12"],
     ]  # fmt: skip
     yield from _table(("", "paper", "ours"), rows)
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..contract.errors import NoSpace, PartialAnswer, Unreachable, UsageError, VerificationFailed, ZerunError
+from ..contract.errors import NoSpace, PartialAnswer, Unreachable, VerificationFailed, ZerunError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.manifest import Manifest, ShardFile
-from ..contract.partition import ITEM_BYTES, Layout, build, reshard
+from ..contract.partition import ITEM_BYTES, Layout, build
+from ..contract.slices import reshard_tensor
 from ..contract.topology import Topology
 from .found import Candidate
 from .moving import (
@@ -50,26 +51,28 @@ class _Target:
     lacks: tuple[ShardFile, ...]
 
 
-def relayout(old: Layout, ranks: int, bucket_bytes: int | None = None) -> Layout:
-    """The same units over another number of data-parallel ranks (bucket sizes as they were unless told)."""
+def relayout(old: Layout, ranks: int, bucket_bytes: int | None = None, *, tensor: int | None = None) -> Layout:
+    """The same units over another number of data-parallel ranks (bucket sizes and tensor degree as they were
+    unless told; at another degree the engine's own units differ, only the ranks are to be relied on)."""
     if bucket_bytes is None:
         bucket_bytes = max((u.bucket * ITEM_BYTES[u.dtype] for u in old.units), default=1)
-    return build([(u.name, u.parameters) for u in old.units], ranks=ranks, bucket_bytes=bucket_bytes, tensor=old.tensor)
+    return build(
+        [(u.name, u.parameters) for u in old.units], ranks=ranks, bucket_bytes=bucket_bytes, tensor=tensor or old.tensor
+    )
 
 
 def needed_shards(old: Layout, new: Layout, ranks: Sequence[int], *, stage: int = 3, buffers: bool = False) -> set[int]:
     """The ranks whose shards (of ``old``) the ``ranks`` (of ``new``) read. Without partitioned optimizer
-    state (stage 0) every rank reads all; buffers lie in rank 0's."""
-    if stage == 0:
+    state (stage 0), or at another tensor degree, every rank is given all; buffers lie in rank 0's."""
+    if stage == 0 or old.tensor != new.tensor:
         return set(range(old.ranks * old.tensor))
     needed = {0} if buffers else set()
     for rank in ranks:
         data_rank, tensor_rank = divmod(rank, new.tensor)
-        if old == new:
-            sources = {data_rank}
+        if old == new:  # what tensor ranks hold alike, the first of them has saved
+            needed |= {data_rank * old.tensor + tensor_rank, data_rank * old.tensor}
         else:
-            sources = {copy.source_rank for copy in reshard(old, new, data_rank)}
-        needed |= {source * old.tensor + tensor_rank for source in sources}
+            needed |= {copy.source_rank for copy in reshard_tensor(old, new, data_rank, tensor_rank)}
     return needed
 
 
@@ -134,11 +137,8 @@ def _targets(
     assert launch.train is not None
     places = {place.node: place for place in backend.places()}
     topology = Topology(tuple(n.slots for n in launch.nodes), launch.tensor)
-    if launch.tensor != manifest.layout.tensor:
-        was = manifest.layout.tensor
-        raise UsageError(f"the checkpoint was written at tensor degree {was}; it cannot be read at {launch.tensor}")
     zero = launch.train.zero
-    new = relayout(manifest.layout, topology.data_parallel, zero.bucket_bytes)
+    new = relayout(manifest.layout, topology.data_parallel, zero.bucket_bytes, tensor=launch.tensor)
     targets = []
     for index, node in enumerate(launch.nodes):
         place = places.get(node.name)

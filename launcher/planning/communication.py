@@ -85,7 +85,8 @@ def _data_messages(step: Step, accumulation: int) -> list[Message]:
         found.append(Message("updated parameters", "all-gather", "data", trainable, item))
     else:
         blocks = [unit for unit in units if unit.name.startswith("blocks.")]
-        kept = sum(unit.padded for unit in units) - sum(unit.padded for unit in blocks[:-1])
+        last = blocks[-1].name.split("#")[0]  # a block's split and replicated parameters are units of their own
+        kept = sum(u.padded for u in units) - sum(u.padded for u in blocks if u.name.split("#")[0] != last)
         everything = sum(unit.padded for unit in units)
         gathered = accumulation * (2 * everything - kept)
         found.append(Message("parameters before use", "all-gather", "data", gathered, item))
@@ -93,13 +94,15 @@ def _data_messages(step: Step, accumulation: int) -> list[Message]:
 
 
 def _tensor_messages(step: Step, accumulation: int) -> list[Message]:
-    """Two all-reduces a block forward, two backward, two more where it is recomputed; one each for the embedding
-    (forward) and the head (backward). The loss's few bytes a token are left out."""
+    """Two all-reduces a block forward, two backward; one each for the embedding (forward) and the head (backward).
+    Where a block is recomputed two more, but the last is only made again if dropout behind it saves something:
+    recomputation stops at the last tensor that backward needs. The loss's few bytes a token are left out."""
     shapes = step.shapes
     if shapes.tensor == 1:
         return []
     stream = shapes.tokens * shapes.hidden
-    times = accumulation * (4 * shapes.layers + 2 * step.recomputed + 2)
+    again = 2 if shapes.dropout else 1
+    times = accumulation * (4 * shapes.layers + again * step.recomputed + 2)
     found = [Message("activations and their gradients", "all-reduce", "tensor", times * stream, shapes.item)]
     if step.recomputed and step.stored == "partitioned":
         again = accumulation * step.recomputed * stream

@@ -53,11 +53,4 @@ def not_built(job: Job) -> tuple[str, ...]:
     if job.zero is not None and job.zero.gradient_dtype != "fp32":
         dtype = job.zero.gradient_dtype
         refusals.append(f"zero.gradient_dtype: {dtype} is planned, but the engine sums in fp32 only so far")
-    if job.parallel.tensor > 1:
-        refusals.append(f"parallel.tensor: {job.parallel.tensor} is planned, but the engine knows degree 1 only so far")
-    if job.recompute != "none":
-        what = job.recompute if isinstance(job.recompute, str) else list(job.recompute)
-        refusals.append(f"recompute: {what} is planned, but the engine keeps all activations so far")
-    if job.activations != "whole":
-        refusals.append(f"activations: {job.activations} is planned, but the engine keeps them whole so far")
     return tuple(refusals)

@@ -201,6 +201,9 @@ def _train_config(job: Job, cluster: Cluster, topology: Topology, kept: int | No
         tensor=topology.tensor,
         evaluate=train.Evaluate(evaluate.every, evaluate.tokens) if evaluate else None,
         checkpoint=train.Checkpointing(job.checkpoint.every_steps, job.checkpoint.every_s, job.checkpoint.keep),
+        recompute=job.recompute,
+        activations=job.activations,
+        split=dict(job.parallel.split),
     )
 
 

@@ -9,8 +9,8 @@ With b samples, s tokens, width h, a heads, vocabulary v, L blocks, tensor degre
     the head                     x, norm(x), loss                2·bsh, and 3·bsv / T: log-softmax, and two gradients
 
 The engine on fp32 is what this counts (engine/gpt.py under autograd, engine/reduce.py, engine/gathering.py); a test
-holds it against real storages. What the engine does not train yet (16-bit precisions, tensor parallelism,
-recomputation) is the same arithmetic on other sizes; where a choice of that engine decides, the line says ``assumed``.
+holds it against real storages at tensor degree 1. 16-bit precisions and tensor parallelism are the same arithmetic on
+other sizes; where a choice of the engine decides that no test has measured, the line says ``assumed``.
 """
 
 from __future__ import annotations
@@ -141,7 +141,12 @@ def _gathered(step: Step) -> list[StepLine]:
     if not step.gathers:
         return []
     item = step.shapes.item
-    sizes = [unit.padded * item for unit in step.layout.units if unit.name.startswith("blocks.")]
+    blocks: dict[str, int] = {}  # a block's split and replicated parameters are units of their own
+    for unit in step.layout.units:
+        if unit.name.startswith("blocks."):
+            name = unit.name.split("#")[0]
+            blocks[name] = blocks.get(name, 0) + unit.padded * item
+    sizes = list(blocks.values())
     kept = sum(unit.padded * item for unit in step.layout.units) - sum(sizes)
     window = sum(sizes[-(1 + PREFETCH) :])
     return [
@@ -172,7 +177,7 @@ def _buckets(step: Step) -> StepLine:
 
 def _temporaries(step: Step) -> list[StepLine]:
     shapes = step.shapes
-    logits = -(-shapes.tokens * shapes.vocab // shapes.tensor)
+    logits = shapes.tokens * -(-shapes.vocab // shapes.tensor)
     if shapes.item == 4:
         loss = StepLine.of(
             "logits and loss", Alive(3 * 4 * logits), "arithmetic", "log-softmax and the gradients of both sides"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
@@ -112,8 +113,18 @@ class Zero(Description):
     gradient_dtype: Annotated[Literal["fp32", "bf16", "fp16"], choice(*PRECISIONS)] = "fp32"
 
 
+def _split(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    for pattern, kind in value.items():
+        if not (isinstance(kind, str) and re.fullmatch(r"column(/[1-9][0-9]*)?|row|vocabulary", kind)):
+            raise wrong(f"{pattern}: {shown(kind)} is not accepted; accepted: column, column/3, row, vocabulary")
+    return value
+
+
 class Parallel(Description):
+    """``split`` says how a model of one's own is cut: patterns of its layers' names → column, row, vocabulary."""
+
     tensor: Count = 1
+    split: Annotated[values.Options, AfterValidator(_split)] = Field(default_factory=lambda: values.freeze({}))
 
 
 def _pair(value: Any) -> Any:
@@ -347,6 +358,14 @@ def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
         yield Mistake(("data", "options"), "options go with data.factory, or with a model of your own", True)
     if files and part("model").get("factory") is not None and "seq_len" not in (options or {}):
         yield Mistake(("data",), "a model of your own over token files needs data.options.seq_len (vocab: 256)", True)
+    tensor, split = _int(part("parallel").get("tensor")) or 1, part("parallel").get("split")
+    if part("model").get("factory") is not None and tensor > 1 and not split:
+        said = "a model of your own is cut by parallel.split: names of its layers to column, row or vocabulary"
+        yield Mistake(("parallel", "tensor"), said)
+    if split and part("model").get("kind") is not None:
+        yield Mistake(
+            ("parallel", "split"), "split goes with a model of your own; the reference model knows its cuts", True
+        )
     yield from _activation_mistakes(given, part("model"), part("parallel"))
     if (
         given.get("evaluate") is not None

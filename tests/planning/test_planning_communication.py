@@ -59,7 +59,10 @@ def test_one_node_sends_nothing_out_and_one_rank_nothing_at_all() -> None:
 
 
 def test_tensor_parallel_is_12_bsh_a_block_and_partitioned_activations_a_twelfth_more() -> None:
-    base = job(model={"kind": "gpt", "layers": 50, "hidden": 64, "heads": 4, "seq_len": 32}, parallel={"tensor": 2})
+    base = job(
+        model={"kind": "gpt", "layers": 50, "hidden": 64, "heads": 4, "seq_len": 32, "dropout": 0.1},
+        parallel={"tensor": 2},
+    )
     again = base.model_copy(update={"recompute": "block", "activations": "partitioned"})
     plan = by_what(make_plan(again, slurm()))
     stream, accumulation = 2 * 32 * 64, 16 // (2 * 2)
@@ -67,6 +70,10 @@ def test_tensor_parallel_is_12_bsh_a_block_and_partitioned_activations_a_twelfth
     gathered = plan["stored activations", "all-gather"]
     assert reduced.volume_elements == accumulation * stream * (12 * 50 + 4)  # and embedding and head
     assert gathered.volume_elements == accumulation * stream * 50
+    # Without dropout nothing after a block's last sum is saved, so that sum is not made again.
+    dry = base.model_copy(update={"model": base.model.model_copy(update={"dropout": 0.0}), "recompute": "block"})
+    summed = by_what(make_plan(dry, slurm()))["activations and their gradients", "all-reduce"]
+    assert summed.volume_elements == accumulation * stream * (10 * 50 + 4)
     assert 100 * gathered.volume_elements / reduced.volume_elements == pytest.approx(8.3, abs=0.1)
     # The tensor group stands inside a node; data-parallel ranks on other nodes.
     assert reduced.node_bytes == 0 and reduced.inside_bytes == reduced.sent_bytes

@@ -117,7 +117,8 @@ def test_search_finds_what_fits_the_same_global_batch_by_bound() -> None:
     assert found.global_batch == 16 and found.found and found.planned > len(found.found)
     assert [one.step_s for one in found.found] == sorted(one.step_s or 0.0 for one in found.found)
     assert all(one.micro_batch * one.accumulation * 4 == 16 for one in found.found)
-    assert all(bool(one.not_built) == (one.recompute != "none") for one in found.found)
+    assert not any(one.not_built for one in found.found)
+    assert {one.recompute for one in found.found} == {"none", "block"}
     assert {one.tensor for one in found.found} == {1}
     with pytest.raises(UsageError, match="no device memory"):
         search(job(), cluster_of(None))
