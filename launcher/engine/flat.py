@@ -100,7 +100,9 @@ class FlatUnit:
         self.shard: Tensor | None = None
         if stage.shards_parameters:
             self.shard = torch.empty(unit.shard_numel, dtype=dtype, device=device)
-            self._own_to_shard()
+            self._own = self._beside(self.shard)
+            for place, own in self._own:
+                own.copy_(place)
         self.gradient: Tensor | None = None
         if unit.trainable:
             width = unit.padded if whole_gradient else unit.shard_numel
@@ -130,15 +132,22 @@ class FlatUnit:
         elif self.shard is not None:
             self.shard.copy_(self.master)
         else:
-            for part in self.parts:
-                width = part.stop - part.start
-                self.full[part.start : part.stop].copy_(self.master[part.offset : part.offset + width])
+            for place, own in self._beside(self.master):
+                place.copy_(own)
 
-    def _own_to_shard(self) -> None:
-        assert self.shard is not None
-        for part in self.parts:
-            width = part.stop - part.start
-            self.shard[part.offset : part.offset + width].copy_(self.full[part.start : part.stop])
+    def _beside(self, shard: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """This rank's parts of ``full`` and the same elements in ``shard``, as few views as it takes: the buckets of
+        full width are rows of one, and the last, narrower one stands for itself."""
+        unit = self.unit
+        rows, width = unit.padded // unit.bucket, unit.bucket // unit.ranks
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if rows:
+            places = self.full[: rows * unit.bucket].view(rows, unit.ranks, width)[:, self.comm.rank]
+            pairs.append((places, shard[: rows * width].view(rows, width)))
+        for part in self.parts[rows:]:
+            own = shard[part.offset : part.offset + part.stop - part.start]
+            pairs.append((self.full[part.start : part.stop], own))
+        return pairs
 
     def own_parameters(self) -> list[Tensor]:
         """This rank's shard of the parameters, as runs in shard order."""
@@ -159,19 +168,18 @@ class FlatUnit:
         if self.gathered or self._arriving or self.shard is None:
             return
         self.full.untyped_storage().resize_(self._nbytes)
-        for index, part in enumerate(self.parts):
-            width = part.stop - part.start
-            self.full[part.start : part.stop].copy_(self.shard[part.offset : part.offset + width])
-            self._arriving.append(self._gather_bucket(index))
+        for place, own in self._own:
+            place.copy_(own)
+        self._gather_buckets()
 
     def gather_updated(self) -> None:
         """Starts to fill ``full`` from the parts that each rank has just updated in place (stages 1, 2)."""
-        for index in range(len(self.unit.buckets)):
-            self._arriving.append(self._gather_bucket(index))
+        self._gather_buckets()
 
-    def _gather_bucket(self, index: int) -> Pending:
-        start, stop = self.unit.bucket_range(index)
-        return self.comm.gather(self.full[start:stop], f"gather of unit {self.unit.name}, bucket {index}")
+    def _gather_buckets(self) -> None:
+        buckets = torch.split(self.full, self.unit.bucket)
+        for index, bucket in zip(range(len(self.parts)), buckets):  # noqa: B905 (Python 3.9 on the nodes)
+            self._arriving.append(self.comm.gather(bucket, f"gather of unit {self.unit.name}, bucket {index}"))
 
     @property
     def under_way(self) -> bool:

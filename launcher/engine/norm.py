@@ -176,7 +176,10 @@ class NormPlan:
         self._in_order = self._index(order)
 
     def _index(self, values: array[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+        if not values:
+            return torch.empty(0, dtype=torch.int32, device=self.device)
+        found = torch.frombuffer(values, dtype=torch.int32).clone()  # torch.tensor would make an object of each number
+        return found.to(self.device)
 
     def storages(self) -> list[Tensor]:
         """Every tensor that this object keeps."""

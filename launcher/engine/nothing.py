@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, Store
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from .track import VIEWS, Ledger, makes_storages, see_all
+from .track import VIEWS, VIEWS_OF_MANY, Ledger, makes_storages, see_all
 
 _IN_PLACE = {
     "add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "clamp_",
     "lerp_", "addcmul_", "addcdiv_", "sqrt_", "neg_", "masked_fill_", "trunc_normal_",
 }  # fmt: skip
-_OTHER, _VIEW, _SELF, _NONE, _OUT, _SCALAR, _COLLECTIVE = range(7)
+_OTHER, _VIEW, _SELF, _NONE, _OUT, _SCALAR, _COLLECTIVE, _MADE = range(8)
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 
@@ -54,6 +55,7 @@ class Nothing(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._kinds: dict[Any, int] = {}
         self._works: dict[Any, Any] = {}
         self._inside = False
+        self._like: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -89,7 +91,16 @@ class Nothing(FakeTensorMode):  # type: ignore[no-untyped-call]
             if type(args[0]) is FakeTensor:
                 with in_kernel_invocation_manager(self):
                     view = function(*args, **kwargs)
-                return True, FakeTensor(self, view, args[0].fake_device)
+                device = args[0].fake_device
+                if isinstance(view, torch.Tensor):
+                    return True, self._wrap(view, device)
+                return True, [self._wrap(one, device) for one in view]
+        elif kind == _MADE and not self._inside and _is_plain(kwargs):
+            device = kwargs.get("device") or (args[0].fake_device if isinstance(args[0], FakeTensor) else _CPU)
+            with in_kernel_invocation_manager(self):
+                made = function(*args, **{**kwargs, "device": _META})
+            self.ledger.saw(made.untyped_storage())
+            return True, self._wrap(made, device)
         elif kind == _SELF:
             return type(args[0]) is FakeTensor, args[0]
         elif kind == _NONE:
@@ -103,6 +114,29 @@ class Nothing(FakeTensorMode):  # type: ignore[no-untyped-call]
             work, beside_output = self._works[function]
             return True, (args[0], work) if beside_output else work
         return False, None
+
+    def _wrap(self, inner: torch.Tensor, device: torch.device) -> FakeTensor:
+        """``FakeTensor(self, inner, device)``, made like the first one of this device."""
+        like = self._like.get(device)
+        if like is None:
+            made = FakeTensor(self, inner, device)
+            self._like[device] = dict(vars(made))
+            return made
+        made = torch.Tensor._make_subclass(
+            FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(made).update(like)
+        return made
+
+
+def _is_plain(kwargs: Any) -> bool:
+    """Whether an operation makes an ordinary tensor in host memory."""
+    return (
+        kwargs.get("layout") in (None, torch.strided)
+        and kwargs.get("device") in (None, _CPU)
+        and not kwargs.get("pin_memory")
+        and not kwargs.get("non_blocking")
+    )
 
 
 def _value(dtype: torch.dtype) -> float | bool | int:
@@ -130,6 +164,8 @@ def _kind(function: Any) -> int:
         a.name for a in function._schema.arguments
     }:  # fmt: skip
         return _OUT
-    if name in VIEWS:
+    if function in (_aten.empty.memory_format, _aten._to_copy.default):
+        return _MADE
+    if name in VIEWS or name in VIEWS_OF_MANY:
         return _VIEW
     return _OTHER

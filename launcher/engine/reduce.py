@@ -247,7 +247,7 @@ class GradientFlow:
         if self.every_micro_step:
             if bucket.buffer is None:
                 bucket.buffer = self._buffer_of(bucket)
-            payload = bucket.buffer[:width]
+            payload = _first(bucket.buffer, width)
         else:
             assert flat.gradient is not None
             payload = flat.gradient[bucket.start : bucket.stop]
@@ -259,7 +259,7 @@ class GradientFlow:
         scratch = pool.take()
         add = self.every_micro_step and not self._first
         what = f"sum of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
-        pending = self.comm.reduce(payload, out, scratch[:width], what, add=add)
+        pending = self.comm.reduce(payload, out, _first(scratch, width), what, add=add)
         self._flights.append(_Flight(pending, bucket, scratch, bucket.buffer))
         bucket.buffer = None
 
@@ -275,3 +275,7 @@ class GradientFlow:
             assert flat.gradient is not None
             what = f"gather of the gradients of unit {flat.unit.name}, bucket {flight.bucket.index}"
             self._gathers.append(self.comm.gather(flat.gradient[flight.bucket.start : flight.bucket.stop], what))
+
+
+def _first(buffer: Tensor, count: int) -> Tensor:
+    return buffer if count == buffer.numel() else buffer[:count]

@@ -126,7 +126,7 @@ def simulate(request: SimulationRequest) -> Simulation:
                 rehearsal.one_step()
         engine = rehearsal.policy.engine  # type: ignore[attr-defined]
         memory = engine.memory()
-    recorded = Recorded(ledger, start)
+    recorded = Recorded(ledger, start, request.points)
     sent = {name: count - before[name] for name, count in traffic_of(ranks).items()}
     peak = max(recorded.peaks.items(), key=lambda item: item[1].total)
     return Simulation(
@@ -136,7 +136,7 @@ def simulate(request: SimulationRequest) -> Simulation:
         peak_phase=peak[0],
         peak_holds=_holds(peak[1].holds),
         peaks=tuple(Peak(p, m.total, _holds(m.holds)) for p, m in recorded.peaks.items()),
-        timeline=timeline(recorded, request.points),
+        timeline=Timeline(CATEGORIES, tuple(recorded.points), _marks(recorded)),
         parameters=sum(p.numel for p in engine.layout.by_name.values()),
         state_bytes={kind: memory[kind] for kind in ("parameters", "gradients", "optimizer")},
         volume_elements=sent["volume_elements"] + sent.get("tensor_volume_elements", 0),
@@ -196,13 +196,9 @@ def _assumed(device_kind: str) -> tuple[str, ...]:
     )
 
 
-def timeline(recorded: Recorded, points: int) -> Timeline:
-    """The log in at most ``points`` shares, of each the largest moment."""
-    rows = recorded.rows
-    share = max(1, -(-len(rows) // points))
-    chosen = tuple(max(rows[at : at + share], key=sum) for at in range(0, len(rows), share))
-    marks = tuple((min(at // share, len(chosen) - 1), phase) for at, phase in recorded.phases)
-    return Timeline(CATEGORIES, chosen, marks)
+def _marks(recorded: Recorded) -> tuple[tuple[int, str], ...]:
+    last = len(recorded.points) - 1
+    return tuple((min(at, last), phase) for at, phase in recorded.marks)
 
 
 # --- a user's own code --------------------------------------------------------------------------------

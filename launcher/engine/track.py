@@ -45,7 +45,7 @@ VIEWS = {
     "slice", "view", "as_strided", "t", "transpose", "permute", "expand", "select", "squeeze", "unsqueeze", "detach",
     "alias", "unfold", "narrow", "diagonal", "view_as_real", "view_as_complex", "_reshape_alias",
 }  # fmt: skip
-_VIEWS_OF_MANY = {"unbind", "split", "split_with_sizes", "chunk"}
+VIEWS_OF_MANY = {"unbind", "split", "split_with_sizes", "chunk"}
 
 
 class Life:
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def makes_storages(function: Any) -> bool:
     """Views make none. A mapped file is only ever seen through views, and counted as nothing."""
     name = function.__name__.split(".")[0]
-    return name not in VIEWS and name not in _VIEWS_OF_MANY
+    return name not in VIEWS and name not in VIEWS_OF_MANY
 
 
 def see_all(ledger: Ledger, result: Any) -> None:
@@ -213,19 +213,24 @@ class Moment(NamedTuple):
 
 
 class Recorded:
-    """The ledger's log from ``start`` on: each phase's peak and what was alive then, and every category over time."""
+    """The ledger's log from ``start`` on: each phase's peak and what was alive then, and every category over time.
 
-    def __init__(self, ledger: Ledger, start: int) -> None:
+    ``points`` are at most ``limit``: of each share of the changes the largest moment, bytes by category.
+    """
+
+    def __init__(self, ledger: Ledger, start: int, limit: int = 600) -> None:
         self.start = start
+        self.share = max(1, -(-(len(ledger.log) - start) // limit))
         self.peaks: dict[str, Moment] = {}
-        self.rows: list[tuple[int, ...]] = []  # bytes by category after every change
-        self.phases = [(at - start, phase) for at, phase in ledger.phases if at >= start]
+        self.points: list[tuple[int, ...]] = []
+        self.marks = [((at - start) // self.share, phase) for at, phase in ledger.phases if at >= start]
         names = {name: number for number, name in enumerate(CATEGORIES)}
         backward_starts = [at for at, phase in ledger.phases if phase == BACKWARD]
         held = [0] * len(CATEGORIES)
         categories: dict[int, int] = {}
         for life, more in ledger.log[:start]:
             held[_number(life, categories, names, backward_starts)] += more
+        highest = -1
         marks = [*ledger.phases, (len(ledger.log) + 1, "")]
         mark = max(i for i, (at, _) in enumerate(marks) if at <= start)
         for at in range(start, len(ledger.log)):
@@ -234,7 +239,11 @@ class Recorded:
                 self._see(marks[mark][1], held, at)
             life, more = ledger.log[at]
             held[_number(life, categories, names, backward_starts)] += more
-            self.rows.append(tuple(held))
+            if (at - start) % self.share == 0:
+                self.points.append(())
+                highest = -1
+            if sum(held) > highest:
+                self.points[-1], highest = tuple(held), sum(held)
             self._see(marks[mark][1], held, at)
 
     def _see(self, phase: str, held: Sequence[int], at: int) -> None:
