@@ -84,13 +84,17 @@ class Coordinator:
         self._own_ended = False
         self._finished = False
         self._leaving: Optional[Tuple[Callback, float]] = None
+        self._hurried = False  # whoever cancels tells every node itself
         listener.setblocking(False)
         loop.watch(listener, READ, self._accept)
         loop.every(BEAT_S, lambda: self._broadcast({"kind": "beat"}))
         loop.every(0.5, self._check)
 
     def report(self, failure: Failure, died_at: float) -> None:
+        if failure.kind == "cancelled":
+            self._hurried = True
         if self._decided or self._finished:
+            self._leave_if_possible()
             return
         self._log(f"failure reported: {failure.kind} on {failure.node}: {failure.message}")
         self._reports.append((died_at, failure))
@@ -147,12 +151,19 @@ class Coordinator:
         if self._leaving is None or not (self._decided or self._finished):
             return
         then, until = self._leaving
-        if time.monotonic() < until and any(m.link is not None and not m.lost for m in self._members.values()):
+        if time.monotonic() < until and any(self._is_awaited(m) for m in self._members.values()):
             return
         self._leaving = None
         self._loop.forget(self._listener)
         self._listener.close()
         then()
+
+    def _is_awaited(self, member: _Member) -> bool:
+        """Who is there still hears the end. Who is only about to come has to as well, or it would wait for us in vain
+        for FIRST_CONTACT_S: ranks here may fail before the other nodes' agents are up."""
+        if member.lost:
+            return False
+        return member.link is not None or not (member.met or self._hurried)
 
     def _check(self) -> None:
         now = time.monotonic()

@@ -48,6 +48,27 @@ def test_a_failure_on_any_node_stops_all_and_all_know_it(job: MakeJob) -> None:
     assert [one.record(n).ranks[0].stopped_by_us for n in ("n0", "n1", "n2")] == [True, True, False]
 
 
+def test_an_agent_that_comes_after_the_failure_hears_of_it_at_once(job: MakeJob) -> None:
+    one = job("sh", "-c", "exit 7", nodes=THREE[:2])
+    one.agent("n0")
+    until(lambda: one.state("n0") == "ended")
+    begun = time.monotonic()
+    one.agent("n1")
+    assert [one.agents[n].wait(20) for n in ("n0", "n1")] == [7, 7]
+    assert time.monotonic() - begun < 5
+    failure = one.record("n1").failure
+    assert failure is not None and (failure.node, failure.exit_code) == ("n0", 7)
+
+
+def test_a_cancel_does_not_wait_for_agents_that_never_came(job: MakeJob) -> None:
+    one = job("sh", "-c", "exit 7", nodes=THREE[:2])
+    first = one.agent("n0")
+    until(lambda: one.state("n0") == "ended")
+    begun = time.monotonic()
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(20) == 7 and time.monotonic() - begun < 5
+
+
 FALLOUT = """
 import os, signal, socket, sys, time
 rank = int(os.environ["RANK"])
