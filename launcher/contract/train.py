@@ -59,6 +59,20 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class SGD:
+    """As ``torch.optim.SGD``: weight decay is added to the gradient; ``momentum`` 0 keeps no state."""
+
+    lr: float
+    momentum: float  # no default: a plain mapping with it is SGD, one without is AdamW
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip: Optional[float] = None  # global norm
+    warmup: int = 0
+    schedule: str = "cosine"
+    lr_floor: float = 0.1
+
+
+@dataclass(frozen=True)
 class Batch:
     """Samples a step = micro × accumulation × data-parallel ranks; the product is derived, never stored."""
 
@@ -89,7 +103,7 @@ class TrainConfig:
     """Exactly one of ``gpt`` and ``factory`` is set."""
 
     zero: Zero
-    optimizer: AdamW
+    optimizer: Union[AdamW, SGD]
     batch: Batch
     steps: int
     data: Data

@@ -71,7 +71,7 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
         rank=rank,
         node=about.node or socket.gethostname(),
     )
-    row = json.dumps({"shard": to_plain(shard), "time": time.time()}).encode()
+    row = json.dumps({"shard": to_plain(shard), "time": time.time(), "data_state": about.data_state}).encode()
     rows = [json.loads(r) for r in gather_bytes(world, row, "checkpoint digests", engine.device)]
     if rank == 0 if about.writes_manifest is None else about.writes_manifest:
         manifest = Manifest(
@@ -85,13 +85,15 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
             layout=engine.layout,
             shards=tuple(from_plain(ShardFile, r["shard"]) for r in rows),
             scalars={
+                "optimizer": engine.optimizer.name,
                 "optimizer_updates": engine.optimizer.updates,
+                "optimizer_scalars": engine.optimizer.scalars(),
                 "loss_scale": engine.loss_scale.value,
                 "loss_scale_good_steps": engine.loss_scale.good_steps,
             },
             buffers=tuple(name for name, _ in _buffers(engine.model)),
             model=about.model,
-            data_state=about.data_state,
+            data_state=rows[0]["data_state"],  # one for all who write a manifest
             extra=about.extra or None,
             written_at=rows[0]["time"],
         )
@@ -109,7 +111,7 @@ def _entries(engine: ZeroEngine) -> list[shardfile.Entry]:
         # Frozen 16-bit parameters have no master: what is stored is what a master would be.
         own = tuple(t.to(flat.state_dtype) for t in flat.own_parameters())
         entries.append(shardfile.Entry(f"{flat.unit.name}/{PARAMETERS}", own, numel))
-        for index, name in enumerate(engine.optimizer.MOMENTS if flat.moments else ()):
+        for index, name in enumerate(engine.optimizer.moments if flat.moments else ()):
             entries.append(shardfile.Entry(f"{flat.unit.name}/{name}", tuple(flat.own_moments(index)), numel))
     if engine.ranks.world.rank == 0:
         for name, buffer in _buffers(engine.model):
@@ -164,8 +166,14 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
     if len(set(digests)) > 1:
         other = next(i for i, d in enumerate(digests) if d != digests[0])
         raise VerificationFailed(f"rank {other} reads another manifest in {target} than rank 0")
+    saved, ours = manifest.scalars.get("optimizer"), engine.optimizer.name
+    if saved and ours and saved != ours:
+        raise UsageError(
+            f"{target} was saved with the optimizer {saved}, not {ours}", hint="state of one is none of another"
+        )
     _read_shards(engine, target, manifest)
     engine.optimizer.updates = int(manifest.scalars.get("optimizer_updates", 0))
+    engine.optimizer.restore(manifest.scalars.get("optimizer_scalars", {}))
     if engine.loss_scale.adapts and manifest.scalars.get("loss_scale", 1.0) != 1.0:
         engine.loss_scale.value = float(manifest.scalars["loss_scale"])
         engine.loss_scale.good_steps = int(manifest.scalars["loss_scale_good_steps"])
@@ -198,7 +206,7 @@ def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
             name = old.units[copy.source_unit].name
             kinds = [(PARAMETERS, flat.parameters_of(rank))]
             if flat.moments:
-                kinds += [(m, flat.moments_of(i, rank)) for i, m in enumerate(engine.optimizer.MOMENTS)]
+                kinds += [(m, flat.moments_of(i, rank)) for i, m in enumerate(engine.optimizer.moments)]
             for kind, runs in kinds:
                 for offset, tensor in _slices(runs, copy):
                     wanted.setdefault(copy.source_rank, []).append((f"{name}/{kind}", offset, tensor))

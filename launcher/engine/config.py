@@ -8,7 +8,7 @@ from typing import Any, Union
 
 from ..contract.errors import UsageError
 from ..contract.plain import PlainError, from_plain
-from ..contract.train import AdamW, TrainConfig, Zero
+from ..contract.train import SGD, AdamW, TrainConfig, Zero
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -22,7 +22,7 @@ class EngineConfig:
     """
 
     zero: Zero
-    optimizer: AdamW
+    optimizer: Union[AdamW, SGD]
     accumulation: int = 1
     precision: str = "fp32"
     nonfinite: str = "stop"  # stop | skip
@@ -48,6 +48,8 @@ class EngineConfig:
             raise UsageError(f"recompute is {self.recompute!r}; accepted are none, block and numbers of blocks")
         if self.activations not in ("whole", "partitioned", "host"):
             raise UsageError(f"activations is {self.activations!r}; accepted are whole, partitioned and host")
+        if isinstance(self.optimizer, SGD) and self.optimizer.nesterov and self.optimizer.momentum <= 0:
+            raise UsageError("optimizer.nesterov needs a momentum above 0")
         if self.accumulation < 1:
             raise UsageError(f"accumulation is {self.accumulation}; at least 1 is needed")
         if self.nonfinite not in ("stop", "skip"):

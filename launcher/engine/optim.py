@@ -1,114 +1,204 @@
-"""AdamW on flat shards, by torch's fused kernel, with bits that do not depend on where shards begin.
+"""The optimizers on flat shards, with bits that do not depend on where shards begin.
 
-The kernel treats the last few elements of a tensor (less than a vector register) by other instructions
-than the rest, and the two differ in the last bit. So a run is updated in two pieces: as many elements
+torch's kernels treat the last few elements of a tensor (less than a vector register) by other instructions
+than the rest, and the two may differ in the last bit. So a run is updated in two pieces: as many elements
 as fill whole registers in place, and the rest of all runs together in scratch rows that are padded.
+
+AdamW and SGD are torch's fused kernels; ``elementwise.FlatTorch`` is any other element-wise optimizer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..contract.train import AdamW
+from ..contract.train import SGD, AdamW
 from .flat import Run
 from .units import Group
 
 LANES = 16  # fp32 in 512 bits
 
 
-class FlatAdamW:
-    """Decoupled weight decay Adam on runs of elements; its moments are ``exp_avg`` and ``exp_avg_sq``."""
+class FlatOptimizer(Protocol):
+    """What the engine asks of an optimizer of runs of elements."""
 
-    MOMENTS = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, runs: Sequence[Run], config: AdamW, groups: Sequence[Group]) -> None:
-        self.config = config
-        self.groups = groups
-        self.updates = 0  # steps taken; skipped ones do not count
-        self._sets: list[_Set] = []
-        for key in sorted({(r.group, str(r.parameter.dtype), str(r.parameter.device)) for r in runs}):
-            members = [r for r in runs if (r.group, str(r.parameter.dtype), str(r.parameter.device)) == key]
-            self._sets.append(_Set(members))
-
-    def storages(self) -> list[Tensor]:
-        """Every tensor that this object keeps beside the moments."""
-        return [rows for chosen in self._sets for rows in chosen.storages]
+    name: str
+    moments: tuple[str, ...]  # its tensors of a parameter's shape, under their names in checkpoints
+    updates: int  # steps taken; skipped ones do not count
 
     def step(self, lr: float, factor: float) -> None:
         """One update of every run with ``factor`` × its gradient (which is clobbered)."""
-        self.updates += 1
-        for chosen in self._sets:
-            group = self.groups[chosen.group]
-            decay = self.config.weight_decay if group.weight_decay is None else group.weight_decay
-            chosen.step(self.updates, lr * group.lr_scale, decay, self.config, factor)
+
+    def storages(self) -> list[Tensor]:
+        """Every tensor that this object keeps beside the moments."""
+
+    def scalars(self) -> dict[str, Any]:
+        """All state that is neither a moment nor ``updates``, for a checkpoint; equal on every rank."""
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        """Takes back ``scalars()``."""
 
 
-class _Set:
-    """Runs of one group, dtype and device, with the rests of all of them in scratch rows."""
+class Pieces:
+    """Runs of one group, dtype and device, with the rests of all of them in scratch rows.
+
+    A column is a parameter, its gradient and its moments; ``main`` and ``rows`` hold a list a column.
+    """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.group = runs[0].group
-        like = runs[0].parameter
+        self.like = runs[0].parameter
         columns = [[r.parameter, r.gradient, *r.moments] for r in runs if r.parameter.numel()]
-        self._main: list[list[Tensor]] = [[] for _ in range(4)]
-        self._rest: list[list[Tensor]] = [[] for _ in range(4)]
-        self._rows: list[list[Tensor]] = [[] for _ in range(4)]
+        kinds = 2 + len(runs[0].moments)
+        self.main: list[list[Tensor]] = [[] for _ in range(kinds)]
+        self._rest: list[list[Tensor]] = [[] for _ in range(kinds)]
+        self._rows: list[list[Tensor]] = [[] for _ in range(kinds)]
         rests = sum(1 for c in columns if c[0].numel() % LANES)
-        self._scratch = [torch.zeros(rests, LANES, dtype=like.dtype, device=like.device) for _ in range(4)]
-        self.storages = list(self._scratch)
+        self.scratch = [torch.zeros(rests, LANES, dtype=self.like.dtype, device=self.like.device) for _ in range(kinds)]
         row = 0
         for column in columns:
             whole = column[0].numel() // LANES * LANES
             for kind, tensor in enumerate(column):
                 if whole:
-                    self._main[kind].append(tensor[:whole])
+                    self.main[kind].append(tensor[:whole])
                 if whole < tensor.numel():
                     self._rest[kind].append(tensor[whole:])
-                    self._rows[kind].append(self._scratch[kind][row, : tensor.numel() - whole])
+                    self._rows[kind].append(self.scratch[kind][row, : tensor.numel() - whole])
             row += whole < column[0].numel()
-        self._scales = like.dtype == torch.float32  # the kernel's own scaling is in fp32
-        self._like = like
 
-    def step(self, updates: int, lr: float, weight_decay: float, config: AdamW, factor: float) -> None:
-        tensors = [list(m) for m in self._main]
-        tensors[1] = [g if g.dtype == self._like.dtype else g.to(self._like.dtype) for g in tensors[1]]
-        for kind in range(4):
-            if self._rest[kind]:
-                torch._foreach_copy_(self._rows[kind], self._rest[kind])
-                tensors[kind].append(self._scratch[kind].view(-1))
-        scale: Tensor | None = None
-        if factor != 1.0 and self._scales:
-            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=self._like.device)
-        elif factor != 1.0:
-            torch._foreach_mul_(tensors[1], factor)
-        if tensors[0]:
-            torch._fused_adamw_(
-                tensors[0],
-                tensors[1],
-                tensors[2],
-                tensors[3],
-                [],
-                [torch.tensor(float(updates), dtype=torch.float32, device=self._like.device)] * len(tensors[0]),
-                lr=lr,
-                beta1=config.betas[0],
-                beta2=config.betas[1],
-                weight_decay=weight_decay,
-                eps=config.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=scale,
-                found_inf=None,
-            )
-        for kind in (0, 2, 3):
-            if self._rest[kind]:
-                torch._foreach_copy_(self._rest[kind], self._rows[kind])
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> list[Pieces]:
+        """The runs, sorted into sets of one group, dtype and device."""
+        kinds: dict[tuple[int, str, str], list[Run]] = {}
+        for run in runs:
+            kinds.setdefault((run.group, str(run.parameter.dtype), str(run.parameter.device)), []).append(run)
+        return [cls(kinds[key]) for key in sorted(kinds)]
+
+    def enter(self) -> list[list[Tensor]]:
+        """Brings the rests into the rows; the tensors of every column, gradients in the parameters' dtype."""
+        tensors = [list(m) for m in self.main]
+        tensors[1] = [g if g.dtype == self.like.dtype else g.to(self.like.dtype) for g in tensors[1]]
+        for kind, rest in enumerate(self._rest):
+            if rest:
+                torch._foreach_copy_(self._rows[kind], rest)
+                tensors[kind].append(self.scratch[kind].view(-1))
+        return tensors
+
+    def leave(self) -> None:
+        """Takes what was updated in the rows back to where it belongs."""
+        for kind, rest in enumerate(self._rest):
+            if rest and kind != 1:
+                torch._foreach_copy_(rest, self._rows[kind])
 
 
-def learning_rate(config: AdamW, step: int, steps: int) -> float:
+class _Fused:
+    """An optimizer that is one kernel over lists of tensors."""
+
+    name: str
+    moments: tuple[str, ...]
+
+    def __init__(self, runs: Sequence[Run], groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.updates = 0
+        self._sets = Pieces.of(runs)
+
+    def storages(self) -> list[Tensor]:
+        return [rows for chosen in self._sets for rows in chosen.scratch]
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        return
+
+    def step(self, lr: float, factor: float) -> None:
+        self.updates += 1
+        for pieces in self._sets:
+            group = self.groups[pieces.group]
+            tensors = pieces.enter()
+            scale: Tensor | None = None
+            if factor != 1.0 and pieces.like.dtype == torch.float32:  # the kernel's own scaling is in fp32
+                scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=pieces.like.device)
+            elif factor != 1.0:
+                torch._foreach_mul_(tensors[1], factor)
+            if tensors[0]:
+                self._update(tensors, lr * group.lr_scale, group.weight_decay, scale)
+            pieces.leave()
+
+    def _update(self, tensors: list[list[Tensor]], lr: float, weight_decay: float | None, scale: Tensor | None) -> None:
+        raise NotImplementedError
+
+
+class FlatAdamW(_Fused):
+    """Decoupled weight decay Adam on runs of elements; its moments are ``exp_avg`` and ``exp_avg_sq``."""
+
+    name = "AdamW"
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, runs: Sequence[Run], config: AdamW, groups: Sequence[Group]) -> None:
+        super().__init__(runs, groups)
+        self.config = config
+
+    def _update(self, tensors: list[list[Tensor]], lr: float, weight_decay: float | None, scale: Tensor | None) -> None:
+        config = self.config
+        step = torch.tensor(float(self.updates), dtype=torch.float32, device=tensors[0][0].device)
+        torch._fused_adamw_(
+            tensors[0],
+            tensors[1],
+            tensors[2],
+            tensors[3],
+            [],
+            [step] * len(tensors[0]),
+            lr=lr,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            weight_decay=config.weight_decay if weight_decay is None else weight_decay,
+            eps=config.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+            found_inf=None,
+        )
+
+
+class FlatSGD(_Fused):
+    """As ``torch.optim.SGD``; with momentum it keeps one moment, ``momentum_buffer``, which starts at zero: its first
+    value is then the first gradient, as in torch."""
+
+    name = "SGD"
+
+    def __init__(self, runs: Sequence[Run], config: SGD, groups: Sequence[Group]) -> None:
+        self.moments = sgd_moments(config)
+        super().__init__(runs, groups)
+        self.config = config
+
+    def _update(self, tensors: list[list[Tensor]], lr: float, weight_decay: float | None, scale: Tensor | None) -> None:
+        config = self.config
+        torch._fused_sgd_(
+            tensors[0],
+            tensors[1],
+            tensors[2] if self.moments else [],
+            weight_decay=config.weight_decay if weight_decay is None else weight_decay,
+            momentum=config.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=config.nesterov,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=scale,
+            found_inf=None,
+        )
+
+
+def sgd_moments(config: SGD) -> tuple[str, ...]:
+    return ("momentum_buffer",) if config.momentum else ()
+
+
+def learning_rate(config: AdamW | SGD, step: int, steps: int) -> float:
     """The rate for the update that makes step ``step`` (from 1) of ``steps``: warm-up, then the schedule."""
     if step <= config.warmup:
         return config.lr * step / config.warmup

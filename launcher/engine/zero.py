@@ -5,7 +5,7 @@ A step, in phases (``stage`` says what is partitioned, see ``flat.Stage``)::
     forward    stage 3 gathers each unit before use and releases it after            Ψ elements
     backward   stage 3 gathers again; gradients leave autograd one by one, fill
                buckets, and each full bucket is summed to the ranks that own it      Ψ (stage 3: 2Ψ)
-    step       global norm, clipping, AdamW on what this rank owns
+    step       global norm, clipping, the optimizer on what this rank owns
                stages 1 and 2 gather the updated parameters; stage 0 has gathered
                the gradients instead                                                 Ψ (stages 0–2)
 
@@ -33,10 +33,10 @@ from .activations import make_store, recompute
 from .comm import Comm, barrier
 from .config import ConfigLike, EngineConfig
 from .deferred import NotDeferred, Recording, record
+from .elementwise import Choice, Chosen
 from .flat import STAGES, FlatUnit
 from .gathering import Gathering
 from .norm import NormPlan
-from .optim import FlatAdamW
 from .precision import LossScale, gradient_dtype, working_dtype
 from .ranks import Ranks
 from .reduce import GradientFlow
@@ -67,7 +67,9 @@ class ZeroEngine:
     ``config`` is an :class:`EngineConfig`, a ``TrainConfig`` or a mapping. ``groups`` gives parameters
     (names or tensors) settings of their own: ``[{"params": […], "weight_decay": 0.0, "lr_scale": 0.1}]``.
     ``comm`` replaces the way to communicate, for tests. ``ranks`` names the groups of a tensor-parallel
-    model, whose layers were built with ``ranks.tensor``: ZeRO partitions over ``ranks.data``. The model's
+    model, whose layers were built with ``ranks.tensor``: ZeRO partitions over ``ranks.data``. ``optimizer``, an
+    element-wise class of ``torch.optim`` or a function of parameter groups, takes the place of the config's
+    (``engine.elementwise``), of which clipping then remains, and ``lr`` and ``weight_decay`` for a class. The model's
     parameters become views of flat buffers and must not be replaced; their ``.grad`` stays None.
     """
 
@@ -80,8 +82,10 @@ class ZeroEngine:
         comm: Comm | None = None,
         device: torch.device | None = None,
         ranks: Ranks | None = None,
+        optimizer: Choice = None,
     ) -> None:
         self.config = EngineConfig.of(config)
+        chosen = Chosen(self.config.optimizer, optimizer)
         self.ranks = ranks or (Ranks.of_data(comm) if comm is not None else Ranks.connect())
         if isinstance(config, TrainConfig) and config.tensor != self.ranks.degree:
             raise UsageError(
@@ -99,12 +103,12 @@ class ZeroEngine:
         if self.stage.shards_parameters:
             self.gathering = Gathering(self.model, self.units, described.modules, prefetch=self.config.prefetch)
         for flat in self.units:
-            flat.make_moments(len(FlatAdamW.MOMENTS))
-        self.optimizer = FlatAdamW([r for u in self.units for r in u.runs()], self.config.optimizer, described.groups)
+            flat.make_moments(len(chosen.moments))
+        self.optimizer = chosen.on([r for u in self.units for r in u.runs()], described.groups)
         self.flow = GradientFlow(self.units, self.comm, every_micro_step=self._every_micro_step)
         self.norm = NormPlan(self.units, self.comm, self.ranks.tensor)
         self.loss_scale = LossScale.of(self.config.precision)
-        self.lr = self.config.optimizer.lr
+        self.lr = chosen.lr
         self.micro_step = 0
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._hook(number, index))  # type: ignore[no-untyped-call]
@@ -368,6 +372,7 @@ class ZeroEngine:
             self.layout,
             self.config.zero.stage,
             whole=whole,
+            moments=len(self.optimizer.moments),
             gradient_bytes=dtype.itemsize if dtype else None,
         )
 

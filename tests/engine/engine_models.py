@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.contract.train import GPT as GPTConfig
-from launcher.contract.train import AdamW, Zero
+from launcher.contract.train import SGD, AdamW, Zero
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
 from launcher.engine.zero import ZeroEngine
@@ -96,7 +96,8 @@ def engine_of(
     stage: int,
     bucket: int = 25_000_000,
     accumulation: int = 1,
-    optimizer: AdamW | None = None,
+    optimizer: AdamW | SGD | None = None,
+    choice: Any = None,
     reduce_every: str | None = None,
     dtype: torch.dtype = torch.float32,
     **more: Any,
@@ -106,7 +107,7 @@ def engine_of(
         optimizer=optimizer or AdamW(lr=1e-2, weight_decay=0.1, clip=0.5),
         accumulation=accumulation,
     )
-    return ZeroEngine(MODELS[name][0]().to(dtype), config, **more)
+    return ZeroEngine(MODELS[name][0]().to(dtype), config, optimizer=choice, **more)
 
 
 def train(engine: ZeroEngine, steps: Sequence[Tensor]) -> list[tuple[float, float]]:
