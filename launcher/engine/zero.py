@@ -130,7 +130,7 @@ class ZeroEngine:
             self._synchronise(described.tensors)
             self._flatten(described, None)
             return described
-        self._same_random_state()
+        self._same_random_state(device)
         try:
             built, recording = record(model)
         except NotDeferred as why:
@@ -195,11 +195,12 @@ class ZeroEngine:
                     value = recording.whole(buffer).to(self.device) if recording else buffer
                     module._buffers[name] = value.to(working_dtype(self.config.precision, value.dtype))
 
-    def _same_random_state(self) -> None:
+    def _same_random_state(self, device: torch.device | None) -> None:
         """Deferred parameters are made by every rank for itself: all must draw rank 0's numbers."""
         state = torch.get_rng_state()
-        self.ranks.world.broadcast(state, 0, "random state")
-        torch.set_rng_state(state)
+        message = state.to(device) if device is not None else state
+        self.ranks.world.broadcast(message, 0, "random state")
+        torch.set_rng_state(message.cpu())
 
     def _synchronise(self, tensors: Mapping[str, nn.Parameter]) -> None:
         """Rank 0's parameters are everyone's; a slice is that of the first rank which has it."""
