@@ -104,6 +104,14 @@ class _Silent:
 
 def simulate(request: SimulationRequest) -> Simulation:
     """Rank ``request.rank``'s last step. Raises UsageError where the job cannot be built, with its own traceback."""
+    try:
+        return _simulate(request)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _simulate(request: SimulationRequest) -> Simulation:
     started = time.perf_counter()
     config = replace(request.train, evaluate=None, checkpoint=Checkpointing())
     topology = Topology(request.slots, config.tensor)
@@ -274,6 +282,4 @@ def main(read: Callable[[], str] = sys.stdin.read) -> int:
         sys.stdout = answer_to
     sys.stdout.write(json.dumps(answer, separators=(",", ":")))
     sys.stdout.flush()
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return code

@@ -71,13 +71,5 @@ def measure_all(rank: int, world: int, cases: list[dict[str, Any]]) -> list[dict
     return [measure(from_plain(TrainConfig, case), rank, world) for case in cases]
 
 
-def measure_alone(_rank: int, _world: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One rank without a process group, in a process that has one for other cases."""
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-    return [measure(from_plain(TrainConfig, case), 0, 1) for case in cases]
-
-
 def plain(train: TrainConfig) -> Any:
     return to_plain(train)
