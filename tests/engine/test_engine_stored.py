@@ -102,7 +102,7 @@ def _bits(rank: int, world: int) -> None:
             assert more == 3 * blocks * -(-STREAM // world) * world, "one all-gather a block and micro-step"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_what_is_stored_where_changes_no_bit(world: int) -> None:
     run_ranks(world, _bits)
 
