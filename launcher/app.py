@@ -115,13 +115,16 @@ class App:
         """The plan with a step of ``rank`` run by the real engine on nothing, in a process that needs torch."""
         from .bundles import code_root
         from .planning import make_plan, with_simulation
-        from .simulation import request_of, run_simulation
+        from .simulation import request_of, run_simulation, with_its_line
 
         loaded_job, loaded_cluster = self.describe(job, cluster, sets)
         plan = make_plan(loaded_job, loaded_cluster)
         code = code_root(job.resolve().parent, loaded_job.code.root)
         request = request_of(plan, rank, code, loaded_cluster.device.kind)
-        return with_simulation(plan, run_simulation(request, loaded_job.env))
+        try:
+            return with_simulation(plan, run_simulation(request, loaded_job.env))
+        except UsageError as problem:
+            raise with_its_line(problem, job) from problem
 
     def prepare(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> Prepared:
         """What ``submit`` would send, and the plan: needs no cluster, no Slurm and no torch.

@@ -36,6 +36,16 @@ def request_of(plan: Plan, rank: int, code: Path | None, device_kind: str) -> Si
     )
 
 
+def with_its_line(problem: UsageError, job: Path) -> UsageError:
+    """The same, beginning with where the job names the function that failed."""
+    what, _, rest = problem.message.partition("\n")
+    for number, line in enumerate(job.read_text(encoding="utf-8").splitlines(), 1):
+        named = line.partition("factory:")[2].strip(" \"'").split(",")[0].strip(" \"'}")
+        if named and named in what:
+            return UsageError(f"{job}:{number}: {what}\n{rest}", hint=problem.hint)
+    return problem
+
+
 def run_simulation(request: SimulationRequest, env: Mapping[str, str]) -> Simulation:
     """What the engine process answers; ``env`` is the job's own. Its words go to stderr as they come.
 
