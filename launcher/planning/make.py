@@ -119,7 +119,7 @@ def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> 
     """State of every stage at other world sizes, from the job's own partition."""
     if not isinstance(job.model, GptModel) or job.zero is None or job.optimizer is None:
         raise UsageError(f"job {job.name}: a table needs a model whose parameters are counted here")
-    each = element_bytes(job.precision, job.zero.gradient_dtype, job.optimizer.kind)
+    each = element_bytes(job.precision, job.zero.gradient_dtype, _moments(job.optimizer))
     elements = Elements.of_layout(_layout(job, job.model, plan.topology))
     return state_table(elements, each, {*worlds, plan.topology.world_size}, device_bytes(cluster))
 
@@ -153,7 +153,7 @@ def _state(job: Job, cluster: Cluster, topology: Topology) -> StatePlan:
         because = "a program of the user's own: its memory is not planned"
         return StatePlan(None, (), None, budget, "cannot be said", because)
     zero = _need(job, job.zero, "zero")
-    each = element_bytes(job.precision, zero.gradient_dtype, _need(job, job.optimizer, "optimizer").kind)
+    each = element_bytes(job.precision, zero.gradient_dtype, _moments(_need(job, job.optimizer, "optimizer")))
     elements, parameters = None, None
     if isinstance(job.model, GptModel):
         elements, parameters = Elements.of_layout(_layout(job, job.model, topology)), shapes.gpt_numel(job.model)
@@ -226,7 +226,22 @@ def _batch(job: Job, cluster: Cluster, topology: Topology, kept: int | None) -> 
     return batch
 
 
-def _optimizer(optimizer: Optimizer) -> train.AdamW:
+def _moments(optimizer: Optimizer) -> str:
+    """The optimizer under the name by which its state is counted."""
+    return "momentum" if optimizer.kind == "sgd" and optimizer.momentum else optimizer.kind
+
+
+def _optimizer(optimizer: Optimizer) -> train.AdamW | train.SGD:
+    if optimizer.kind == "sgd":
+        return train.SGD(
+            lr=optimizer.lr,
+            momentum=optimizer.momentum,
+            nesterov=optimizer.nesterov,
+            weight_decay=optimizer.weight_decay,
+            clip=optimizer.clip,
+            warmup=optimizer.warmup,
+            schedule=optimizer.schedule,
+        )
     return train.AdamW(
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
