@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import company
@@ -28,7 +29,7 @@ PAIRS = 40
 WARM_UPS = 2
 FEWEST = 6  # turns; below that there is no interval
 RESAMPLES = 4000
-BYTES_A_PARAMETER = 24  # of the largest policy, with what a step needs: only to refuse what cannot fit
+BYTES_A_PARAMETER = 18  # of a usual policy, with what a step needs: only to refuse what cannot fit
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def measure(names: Sequence[str], world: int, size: str, pairs: int, steps: int)
 
 
 def _refuse_too_many(need: int, size: str) -> None:
-    have = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    have = int(found[1]) * 1024 if found else need
     if need > have and size != "tiny":
         raise SystemExit(
             f"all these policies at once may take {need / 1e9:.0f} GB and {have / 1e9:.0f} GB are free: "
@@ -246,7 +248,7 @@ def report(measured: Measured, world: int, size: str, load: float, waited: bool)
     notes += [f"not run: {name} ({why})" for name, why in measured.left_out.items()]
     return Report(
         benchmark=f"engine_{world}_{size}",
-        command=f".venv/bin/python benchmarks/engine.py --world {world} --parameters {size}",
+        command=" ".join([".venv/bin/python benchmarks/engine.py", *(a for a in sys.argv[1:] if a != "--report")]),
         machine=measuring.machine(load, waited),
         figures=figures,
         samples=measured.samples,

@@ -1,6 +1,6 @@
 """Runs every benchmark and writes what they told into docs/performance.md: ``page.py [--quiet SECONDS] [NAME…]``.
 
-With names (``startup reach submit first_step``) only those are run; what the page says of the others stays.
+With names only those are run; what the page says of the others stays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ import sys
 from measuring import PYTHON, ROOT, Figure, Report, cells, conditions
 
 PAGE = ROOT / "docs" / "performance.md"
-NAMES = ("startup", "reach", "submit", "first_step")
+ENGINE = ("engine.py", "--report", "--world")
+RUNS = {
+    "startup": ("startup.py", "--json"),
+    "reach": ("reach.py", "--json"),
+    "submit": ("submit.py", "--json"),
+    "first_step": ("first_step.py", "--json"),
+    "engine_2_11M": (*ENGINE, "2", "--parameters", "11M"),
+    "engine_4_11M": (*ENGINE, "4", "--parameters", "11M"),
+    "engine_2_25M": (*ENGINE, "2", "--parameters", "25M"),
+    # All at once would not fit the memory of this machine.
+    "engine_2_85M": (*ENGINE, "2", "--parameters", "85M", "--policies", "zero1,zero2,zero3,fsdp2,fsdp2-kept"),
+}
 
 
 def section(report: Report) -> str:
@@ -37,14 +48,15 @@ def write(report: Report) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=" ".join(NAMES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=" ".join(RUNS))
     parser.add_argument("--quiet", default="600", metavar="SECONDS", help="wait so long for a quiet machine")
     given = parser.parse_args()
-    unknown = set(given.names) - set(NAMES)
+    unknown = set(given.names) - set(RUNS)
     if unknown:
-        raise SystemExit(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    for name in given.names or NAMES:
-        argv = [PYTHON, str(ROOT / "benchmarks" / f"{name}.py"), "--json", "--quiet", given.quiet]
+        raise SystemExit(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    for name in given.names or RUNS:
+        script, *options = RUNS[name]
+        argv = [PYTHON, str(ROOT / "benchmarks" / script), *options, "--quiet", given.quiet]
         said = json.loads(subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout)
         report = Report(**{**said, "figures": [Figure(**shown) for shown in said["figures"]]})
         write(report)
