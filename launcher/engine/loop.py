@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
@@ -62,14 +63,11 @@ class Trainer:
         self.progress = Progress()
         self.stop_asked = False
         self._saved_at = time.monotonic()
-        self._bigram: float | None = None
 
     def train(self) -> Outcome:
         """Trains to the last step or to an agreed stop; returns what rank 0 writes as the outcome."""
         self._resume()
         signal.signal(getattr(signal, f"SIG{self.spec.stop_signal}"), self._on_stop)
-        if self.comm.rank == 0 and self.batches.heldout_batches:
-            self._bigram = self.batches.bigram()
         metrics_path = Path(self.attempt.metrics_of(self.place.rank))
         metrics_path.parent.mkdir(parents=True, exist_ok=True)
         stopped = False
@@ -97,6 +95,11 @@ class Trainer:
             state_bytes={k: memory[k] for k in ("parameters", "gradients", "optimizer")},
             reason="stop signal" if stopped else "",
         )
+
+    @cached_property
+    def _bigram(self) -> float | None:
+        """Rank 0's, counted when it is first told of: nobody waits for it before the first step."""
+        return self.batches.bigram() if self.comm.rank == 0 and self.batches.heldout_batches else None
 
     def _on_stop(self, *_: Any) -> None:
         self.stop_asked = True
@@ -179,6 +182,7 @@ class Trainer:
             node=place.node,
             writes_manifest=writes,
             model=model,
+            data_state=self.batches.state(self.progress.samples),
             extra={"train_loss": self.progress.train_loss, "heldout_loss": self.progress.heldout_loss},
         )
         self.policy.save(self.checkpoints, self.progress.step, about)
@@ -197,6 +201,7 @@ class Trainer:
                 f"{self.global_batch}",
                 hint="change batch.accumulation so that the product stays the same",
             )
+        self.batches.restore(manifest.samples, manifest.data_state)
         extra = manifest.extra or {}
         self.progress = Progress(
             manifest.step, manifest.samples, manifest.step, extra.get("train_loss"), extra.get("heldout_loss")

@@ -6,12 +6,15 @@ A user's functions are ``module:function`` of the job's shipped code:
 - ``loss(model, batch) -> scalar`` (default: ``model(*batch)`` or ``model(**batch)``, which returns a
   scalar, an output with ``.loss``, or a mapping with ``"loss"``);
 - ``data(split, start_sample, **options) -> iterator`` of single samples of the global stream, from
-  ``start_sample`` on (``split`` is "train" or "heldout"); a rank keeps those that are its own.
+  ``start_sample`` on (``split`` is "train" or "heldout"); a rank keeps those that are its own. A training iterator
+  with ``state_dict()`` and ``load_state_dict(state)`` has its state (what JSON can hold) saved in checkpoints, taken
+  where the next step's samples begin, so that it holds at any world size; on resume it is loaded after the call.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +49,12 @@ class Batches(Protocol):
     def bigram(self) -> float | None:
         """The bigram entropy of the held-out text, where that means anything."""
 
+    def state(self, samples: int) -> dict[str, Any] | None:
+        """The stream's own state where ``samples`` global samples are past, the same on every rank; or None."""
+
+    def restore(self, samples: int, state: dict[str, Any] | None) -> None:
+        """Goes on from ``samples`` with what :meth:`state` gave there; called before the first batch of a resume."""
+
 
 class TokenBatches:
     """(inputs, targets), each (count, seq_len), of token files."""
@@ -66,6 +75,12 @@ class TokenBatches:
     def bigram(self) -> float | None:
         return bigram_entropy(self._heldout.file) if self._heldout else None
 
+    def state(self, samples: int) -> None:
+        return None
+
+    def restore(self, samples: int, state: dict[str, Any] | None) -> None:
+        return  # a sample is a function of its number
+
 
 class FactoryBatches:
     """Samples of a user's iterator, collated. Held-out samples are the first ones of its held-out split."""
@@ -76,17 +91,51 @@ class FactoryBatches:
         self._factory, self._options = factory, dict(options)
         self._options.pop("tokens_per_sample", None)
         self._at = -1
+        self._begin = 0  # where an attempt begins: every rank opens its stream there, so that all are in one state
         self._stream: Iterator[Any] = iter(())
         self._held: list[Any] = []
 
     def train(self, first: int, count: int) -> Any:
-        if self._at < 0 or first < self._at:
-            self._stream, self._at = self._factory("train", first, **self._options), first
-        for _ in range(first - self._at):
-            self._take(self._stream, "train")
+        self._go_to(first)
         samples = [self._take(self._stream, "train") for _ in range(count)]
         self._at = first + count
         return default_collate(samples)
+
+    def _go_to(self, first: int) -> None:
+        if self._at < 0 or first < self._at:
+            self._at = min(self._begin, first)
+            self._stream = self._factory("train", self._at, **self._options)
+        for _ in range(first - self._at):
+            self._take(self._stream, "train")
+        self._at = first
+
+    def state(self, samples: int) -> dict[str, Any] | None:
+        self._go_to(samples)  # what is skipped here, the next step would have skipped
+        if not hasattr(self._stream, "state_dict"):
+            return None
+        state = self._stream.state_dict()
+        try:
+            plain: Any = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"the state_dict() of the data factory's stream cannot be saved: {error}",
+                hint="it may hold mappings, lists, strings, finite numbers, booleans and None",
+            ) from error
+        if not isinstance(plain, dict):
+            raise UsageError(f"the data factory's state_dict() returned {type(state).__name__}, not a mapping")
+        return plain
+
+    def restore(self, samples: int, state: dict[str, Any] | None) -> None:
+        self._begin, self._at = samples, -1
+        if state is None:
+            return
+        self._go_to(samples)
+        if not hasattr(self._stream, "load_state_dict"):
+            raise UsageError(
+                "the checkpoint holds a state of the data, but the data factory's stream has no load_state_dict()",
+                hint="resume with the code that saved it, or give the stream both methods",
+            )
+        self._stream.load_state_dict(state)
 
     def heldout(self, numbers: list[int]) -> Any:
         if not self._held:
