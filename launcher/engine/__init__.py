@@ -1,6 +1,6 @@
 """Beside floor 0, on every rank: ZeRO partitioning and the training loop. The one room that knows torch.
 
-Importing this loads no torch; ``ZeroEngine`` and ``EngineConfig`` are looked up on first use.
+Importing this loads no torch; ``ZeroEngine``, ``EngineConfig`` and ``Ranks`` are looked up on first use.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig
+    from .ranks import Ranks
     from .zero import ZeroEngine
 
-__all__ = ["EngineConfig", "ZeroEngine"]
+__all__ = ["EngineConfig", "Ranks", "ZeroEngine"]
 
-_HOMES = {"ZeroEngine": ".zero", "EngineConfig": ".config"}
+_HOMES = {"ZeroEngine": ".zero", "EngineConfig": ".config", "Ranks": ".ranks"}
 
 
 def __getattr__(name: str) -> Any:
