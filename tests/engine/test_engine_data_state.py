@@ -11,7 +11,7 @@ import torch
 from engine_job import Job
 
 from launcher.contract.errors import UsageError
-from launcher.contract.train import AdamW, Batch, Checkpointing, Data, Factory, TrainConfig, Zero
+from launcher.contract.train import SGD, Batch, Checkpointing, Data, Factory, TrainConfig, Zero
 from launcher.engine.sources import FactoryBatches
 
 USER_CODE = """
@@ -54,7 +54,7 @@ def stream(split, start_sample):
 def _config(stage: int, micro: int = 3) -> TrainConfig:
     return TrainConfig(
         zero=Zero(stage, bucket_bytes=64),
-        optimizer=AdamW(0.01, clip=0.5),
+        optimizer=SGD(0.01, 0.9, clip=0.5),
         batch=Batch(micro, 2),
         steps=5,
         data=Data(factory="mymodel:stream"),
