@@ -68,6 +68,8 @@ class NormPlan:
         self._plan_sends()
         self._plan_arrivals()
         self._gather_order()
+        if self.tensor is not None:
+            self._tensor_order = self._order_over_tensor_ranks()
         self._squares = torch.empty((_CHUNK, ATOM), dtype=torch.float64, device=self.device)
 
     def _number_blocks(self, unit: Unit) -> None:
@@ -183,7 +185,8 @@ class NormPlan:
 
     def storages(self) -> list[Tensor]:
         """Every tensor that this object keeps."""
-        return [self._squares, self._staged, self._order, self._cut, self._blocks, self._in_order, *self._raw]
+        kept = [self._squares, self._staged, self._order, self._cut, self._blocks, self._in_order, *self._raw]
+        return kept if self.tensor is None else [*kept, self._tensor_order]
 
     def sum_of_squares(self) -> float:
         """Σ g² over the whole gradient of all ranks; equal on every rank, to the bit."""
@@ -210,14 +213,19 @@ class NormPlan:
         """The blocks of all tensor ranks, a parameter's after another's: replicated ones once, split ones of each."""
         if self.tensor is None:
             return blocks
-        everyone = self.tensor.gather_small(blocks, "gradient norm").t()
-        wanted = torch.zeros(everyone.shape, dtype=torch.bool, device=self.device)
-        wanted[:, 0] = True
-        ends = [*(bases[0] for bases in self._block_base[1:]), len(blocks)]
+        everyone = self.tensor.gather_small(blocks, "gradient norm")
+        return everyone.view(-1).index_select(0, self._tensor_order)
+
+    def _order_over_tensor_ranks(self) -> Tensor:
+        """Where each of those blocks stands in what all tensor ranks gather, one rank's blocks after another's."""
+        count, degree = len(self._owner), 1 if self.tensor is None else self.tensor.size
+        order = array("i")
+        ends = [*(bases[0] for bases in self._block_base[1:]), count]
         for flat, bases, end in zip(self.units, self._block_base, ends):  # noqa: B905 (Python 3.9 on the nodes)
-            if flat.unit.split:
-                wanted[bases[0] : end] = True
-        return everyone[wanted]
+            ranks = degree if flat.unit.split else 1
+            for block in range(bases[0], end):
+                order.extend(range(block, block + ranks * count, count))
+        return self._index(order)
 
     def _square_whole(self) -> None:
         """Sums of squares of all whole atoms, a chunk of them at a time, of as many runs as it takes to fill one."""

@@ -133,8 +133,10 @@ def _simulate(request: SimulationRequest) -> Simulation:
                 ledger.begin(FORWARD)
                 rehearsal.one_step()
         engine = rehearsal.policy.engine  # type: ignore[attr-defined]
+        claim(ledger, engine)  # some of what it keeps is made in the first step
         memory = engine.memory()
-    recorded = Recorded(ledger, start, request.points)
+    without = "host" if request.device_kind == "gpu" else ""
+    recorded = Recorded(ledger, start, request.points, without)
     sent = {name: count - before[name] for name, count in traffic_of(ranks).items()}
     peak = max(recorded.peaks.items(), key=lambda item: item[1].total)
     return Simulation(

@@ -51,6 +51,9 @@ class Rows:
             number = row.storage_offset() // self._buffer.shape[1]
             self._free.append(self._buffer[number])
 
+    def storages(self) -> list[Tensor]:
+        return [] if self._buffer is None else [self._buffer]
+
     @property
     def bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()

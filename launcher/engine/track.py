@@ -17,6 +17,7 @@ norm           indices and sums of the gradient norm; padding rows of the optimi
 activations    born in forward, alive when backward begins
 recomputed     activations that backward makes again
 temporaries    everything else
+host           stored activations that were moved to host memory: not a device's bytes
 =============  ====================================================================================
 """
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "gathered", "buckets", "norm", "activations", "recomputed", "temporaries",
+    "host",
 )  # fmt: skip
 BUILD, FORWARD, BACKWARD, UPDATE = "build", "forward", "backward", "update"
 
@@ -141,7 +143,7 @@ class Ledger:
 
 
 def claim(ledger: Ledger, engine: ZeroEngine) -> None:
-    """Tells the ledger what the engine keeps, and as what."""
+    """Tells the ledger what the engine keeps by now, and as what."""
     for unit in engine.units:
         sharded = unit.shard is not None
         ledger.claim("gathered" if sharded else "parameters", [unit.full])
@@ -150,6 +152,8 @@ def claim(ledger: Ledger, engine: ZeroEngine) -> None:
         ledger.claim("optimizer", [*unit.moments, unit.master])
     ledger.claim("parameters", engine.model.buffers())
     ledger.claim("buckets", engine.flow.storages())
+    if engine.store is not None:
+        ledger.claim("host" if engine.store.host else "activations", engine.store.rows.storages())
     ledger.claim("norm", [*engine.norm.storages(), *engine.optimizer.storages()])
 
 
@@ -215,21 +219,24 @@ class Moment(NamedTuple):
 class Recorded:
     """The ledger's log from ``start`` on: each phase's peak and what was alive then, and every category over time.
 
-    ``points`` are at most ``limit``: of each share of the changes the largest moment, bytes by category.
+    ``points`` are at most ``limit``: of each share of the changes the largest moment, bytes by category. A category
+    ``without`` is left out.
     """
 
-    def __init__(self, ledger: Ledger, start: int, limit: int = 600) -> None:
+    def __init__(self, ledger: Ledger, start: int, limit: int = 600, without: str = "") -> None:
         self.start = start
         self.share = max(1, -(-(len(ledger.log) - start) // limit))
         self.peaks: dict[str, Moment] = {}
         self.points: list[tuple[int, ...]] = []
         self.marks = [((at - start) // self.share, phase) for at, phase in ledger.phases if at >= start]
         names = {name: number for number, name in enumerate(CATEGORIES)}
+        left_out = names.get(without, -1)
         backward_starts = [at for at, phase in ledger.phases if phase == BACKWARD]
         held = [0] * len(CATEGORIES)
         categories: dict[int, int] = {}
         for life, more in ledger.log[:start]:
-            held[_number(life, categories, names, backward_starts)] += more
+            number = _number(life, categories, names, backward_starts)
+            held[number] += 0 if number == left_out else more
         highest = -1
         marks = [*ledger.phases, (len(ledger.log) + 1, "")]
         mark = max(i for i, (at, _) in enumerate(marks) if at <= start)
@@ -238,7 +245,8 @@ class Recorded:
                 mark += 1
                 self._see(marks[mark][1], held, at)
             life, more = ledger.log[at]
-            held[_number(life, categories, names, backward_starts)] += more
+            number = _number(life, categories, names, backward_starts)
+            held[number] += 0 if number == left_out else more
             if (at - start) % self.share == 0:
                 self.points.append(())
                 highest = -1
