@@ -147,7 +147,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Data.text": ("`python-stdlib`", "a corpus that every machine has: the sources of Python's standard library, split by file"),
     "Data.tokens": ("path", "a token file of `zerun data prepare`; relative: in the shipped code; absolute: on the cluster"),
     "Data.heldout": ("path", "the same, for held-out loss; goes with `tokens`"),
-    "Data.factory": ("`module:function`", "`data(split, start_sample, **options) -> iterator`"),
+    "Data.factory": ("`module:function`", "`data(split, start_sample, **options) -> iterator`; one with `state_dict()` and `load_state_dict()` has its state saved and restored"),
     "Data.options": ("mapping", "the factory's keyword arguments; of token files for a model of your own: `seq_len`, `vocab`"),
     "Zero.stage": ("`0` `1` `2` `3`", "0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"),
     "Zero.bucket": ("bytes", "size of a message"),
