@@ -12,7 +12,6 @@ _BEFORE_BF16 = re.compile(
     r"(?<![A-Za-z0-9])(?:[VP]100|P40|P4|T4|[KM][0-9]{2}|GTX|TITAN|RTX[ _-]?20[0-9]{2}|Quadro[ _-]RTX)(?![0-9])",
     re.IGNORECASE,
 )
-_BUILT_PRECISIONS = ("fp32",)
 
 
 def device_bytes(cluster: Cluster) -> int | None:
@@ -45,12 +44,7 @@ def check_precision(job: Job, cluster: Cluster) -> list[Reason]:
 
 def not_built(job: Job) -> tuple[str, ...]:
     """What can be planned, but not trained by the engine as it is: ``submit`` refuses these by name."""
-    if job.model is None:
+    if job.model is None or job.zero is None or job.zero.gradient_dtype in ("fp32", job.precision):
         return ()
-    refusals = []
-    if job.precision not in _BUILT_PRECISIONS:
-        refusals.append(f"precision: {job.precision} is planned, but the engine trains fp32 only so far")
-    if job.zero is not None and job.zero.gradient_dtype != "fp32":
-        dtype = job.zero.gradient_dtype
-        refusals.append(f"zero.gradient_dtype: {dtype} is planned, but the engine sums in fp32 only so far")
-    return tuple(refusals)
+    dtype = job.zero.gradient_dtype
+    return (f"zero.gradient_dtype: {dtype} is planned, but at precision {job.precision} the engine sums in fp32 only",)

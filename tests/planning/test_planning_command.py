@@ -116,7 +116,7 @@ def test_wrong_usage_says_what_is_accepted(arguments: list[str], said: str, caps
 
 
 def test_a_job_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, QUICK, "--cluster", LAPTOP)
+    found = answer(capsys, QUICK, "--cluster", LAPTOP, "--set", "batch.global=32")
     assert set(found) >= JOB_KEYS
     assert found["peak_bytes"] is None and found["peak_holds"] is None  # until a simulation says
     assert all({"what", "bytes", "source"} <= set(line) for line in found["step"])
@@ -129,7 +129,8 @@ def test_a_job_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_does_not_fit_is_exit_3_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    tight = [QUICK, "--cluster", LAPTOP, "--set", "cluster.device.memory=40MB"]
+    sizes = ["--set", "model.seq_len=128", "--set", "batch.global=32"]
+    tight = [QUICK, "--cluster", LAPTOP, *sizes, "--set", "cluster.device.memory=40MB"]
     found = answer(capsys, *tight, code=3)
     assert found["verdict"] == "does not fit" and found["try"] == "batch.micro=4"
     out, error = told(capsys, *tight, code=3)
