@@ -30,6 +30,7 @@ from .place import Place
 from .policy import Policy, wrap
 from .ranks import Ranks
 from .sources import Batches, Loss, make_batches, make_loss, make_model, to_device
+from .track import FirstSteps
 from .zero import StepInfo
 
 
@@ -53,6 +54,7 @@ class Trainer:
         folder = RunFolder(PurePosixPath(spec.run_dir))
         self.attempt = folder.attempt(spec.attempt)
         self.checkpoints = Path(folder.checkpoints)
+        self.first_steps = FirstSteps(place.device)
         self.batches: Batches = make_batches(config, self.run_dir)
         self.loss: Loss = make_loss(config)
         ranks = Ranks.connect(config.tensor, timeout_s=place.timeout_s)
@@ -76,6 +78,7 @@ class Trainer:
             reporter = Reporter(self, metrics, began)
             while self.progress.step < self.config.steps and not stopped:
                 stopped = self._one_step(reporter)
+            self.first_steps.close()
             if self.progress.checkpoint != self.progress.step:
                 self._save()
         trained_s = time.perf_counter() - began
@@ -108,6 +111,7 @@ class Trainer:
         """One optimizer step with all that follows it; True when the ranks agreed to stop."""
         config, progress = self.config, self.progress
         started = time.perf_counter()
+        self.first_steps.begin()
         before = traffic_of(self.policy.ranks)
         loss = self._micro_steps()
         self.policy.lr = learning_rate(config.optimizer, progress.step + 1, config.steps)
@@ -245,7 +249,7 @@ class Reporter:
             **{key: value - before[key] for key, value in traffic.items()},
             "skipped": info.skipped,
             "state_bytes": {k: memory[k] for k in ("parameters", "gradients", "optimizer")},
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated() if gpu else trainer.first_steps.end(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if gpu else None,
         }
         self.metrics.write(json.dumps(row) + "\n")
