@@ -110,6 +110,8 @@ class NormPlan:
         self._staged = torch.zeros(atoms + elements, dtype=torch.float64, device=self.device)
         self._raw = [self._index(_ranges(rows)) for rows in raw]
         self._order = self._index(_ranges([(at if whole else atoms + at, n) for to in sends for at, n, whole in to]))
+        # Kept, because gloo's threads let go of a message's buffer only some time after it has arrived.
+        self._sent = None if self.comm.size == 1 else torch.empty_like(self._staged)
         self._send_counts = [sum(width for _, width, _ in to) for to in sends]
 
     def _own(self) -> Iterator[tuple[int, Placed, int, int, int, int]]:
@@ -186,6 +188,7 @@ class NormPlan:
     def storages(self) -> list[Tensor]:
         """Every tensor that this object keeps."""
         kept = [self._squares, self._staged, self._order, self._cut, self._blocks, self._in_order, *self._raw]
+        kept += [] if self._sent is None else [self._sent]
         return kept if self.tensor is None else [*kept, self._tensor_order]
 
     def sum_of_squares(self) -> float:
@@ -197,9 +200,8 @@ class NormPlan:
             if index.numel() and gradient is not None:
                 self._staged[at : at + index.numel()].copy_(gradient.index_select(0, index))
                 at += index.numel()
-        received = self.comm.exchange(
-            self._staged.index_select(0, self._order), self._send_counts, self._receive_counts, "gradient norm"
-        )
+        send = torch.index_select(self._staged, 0, self._order, out=self._sent)
+        received = self.comm.exchange(send, self._send_counts, self._receive_counts, "gradient norm")
         padded = torch.cat([received, received.new_zeros(1)])
         cut = padded.index_select(0, self._cut.view(-1)).view(self._cut.shape)
         atoms = torch.cat([padded, cut.mul_(cut).sum(1)])

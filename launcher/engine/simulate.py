@@ -33,7 +33,7 @@ from .comm import Alone, Comm, NativeComm, PeerComm
 from .loop import Progress, Trainer, traffic_of
 from .place import Place
 from .ranks import Ranks
-from .track import BACKWARD, CATEGORIES, FORWARD, UPDATE, Ledger, Recorded, claim
+from .track import BACKWARD, CATEGORIES, FORWARD, UPDATE, FirstSteps, Ledger, Recorded, claim
 from .zero import StepInfo, ZeroEngine
 
 _SHORT = 6  # frames of a user's own traceback that are shown
@@ -86,6 +86,7 @@ class Rehearsal(Trainer):
         self.world, self.comm = policy.ranks.world, policy.comm
         self.global_batch = config.batch.global_batch(self.comm.size)
         self.progress = Progress()
+        self.first_steps = FirstSteps(None)  # the ledger sees all
         self.stop_asked = False
 
     def _save(self) -> None:
