@@ -13,7 +13,6 @@ import gen_paper_docs
 import pytest
 from paper_figures import FIGURE_4, MODELS, TABLE_3, TABLE_5, TABLE_8
 
-from launcher.contract.errors import UsageError
 from launcher.planning import check_engine
 from launcher.planning.make import draft_plan
 from launcher.planning.plan import Plan
