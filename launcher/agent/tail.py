@@ -27,6 +27,7 @@ BEAT_S = 2.0
 POLL_S = (0.1, 0.3)  # while something comes; while nothing does
 LIST_S = 0.5  # how often folders are listed and records looked at
 NEW_ATTEMPT_QUIET_S = 6.0
+NAMELESS_S = 2.0  # a rank of which no record tells for so long is shown without its node
 MISSING_S = 5.0  # an attempt has its folder before it is started: a node without one has no part in it
 
 
@@ -69,6 +70,7 @@ class Tail:
         self.folder = os.path.join(request.run_dir, "attempts", str(request.attempt))
         self.records = NodeRecords(self.folder)
         self.sources: Dict[int, Source] = {}
+        self._nameless: Dict[int, float] = {}  # rank → when its log was first seen, while no record tells its node
         self._existed = False
         self._began = time.monotonic()
         self._listed_at = float("-inf")
@@ -139,17 +141,26 @@ class Tail:
                 continue
             if self.request.ranks is not None and rank not in self.request.ranks:
                 continue
+            if self.request.follow and self._waits_for_name(rank):
+                continue
             source = Source(rank, os.path.join(logs, name), self.request.positions.get(rank, 0))
             self.sources[rank] = source
             if source.look():
                 self._event("truncated", rank=rank)
             try:
-                if not first or rank in self.request.positions:
+                found_later = not first and rank not in self._nameless
+                if found_later or rank in self.request.positions:
                     source.start(None, None)
                 else:
                     source.start(self.request.since, self.request.last)
             except OSError as problem:
                 self._trouble(rank, problem)
+
+    def _waits_for_name(self, rank: int) -> bool:
+        """A rank writes before its agent has written down where it stands; its first lines wait for that."""
+        if rank in self.records.node_of:
+            return False
+        return self._listed_at - self._nameless.setdefault(rank, self._listed_at) < NAMELESS_S
 
     def _tell_attempt(self) -> None:
         if self._told_attempt:

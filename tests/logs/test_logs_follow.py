@@ -366,3 +366,15 @@ def test_right_flags() -> None:
     assert got.ranks == {0, 3, 4, 5} and got.nodes == {"n1", "n2", "x"} and got.since == 10.0 and got.last == 3
     assert select(since="2026-01-31T14:25:00+00:00").since == 1769869500.0
     assert AGENT_PYTHON
+
+
+def test_lines_that_come_before_their_agents_record_wait_for_their_nodes_name(shared: LocalBackend) -> None:
+    folder = attempt_at(shared.places()[0], RUN)
+    write_record(folder, "n1", [], state="running")
+    live = Live(shared)
+    Log(folder, 0).write(b"first\n", 1.0)
+    time.sleep(1.0)
+    write_record(folder, "n1", [0], state="running")
+    live.until(lambda: texts(live.lines) == ["first"])
+    write_record(folder, "n1", [0])
+    assert [(line.rank, line.node, line.text) for line in live.finish()] == [(0, "n1", "first")]
