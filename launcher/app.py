@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .specs.models import Cluster, Job
 
 Notice = Callable[[str], None]
+_BY_ITSELF = "the program begins again, or goes on from what it kept itself ($ZERUN_ATTEMPT is above 1)"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class App:
         chosen = name or os.environ.get("ZERUN_CLUSTER") or self._default_cluster()
         if chosen is None:
             raise UsageError(
-                "which cluster?", hint="give --cluster NAME, set ZERUN_CLUSTER, or write `cluster:` in the job"
+                "which cluster?",
+                hint="name one (--cluster NAME; cluster check NAME), set ZERUN_CLUSTER, or write `cluster:` in the job",
             )
         return specs.load_cluster(specs.find_cluster(chosen, self._cluster_folders()), sets)
 
@@ -373,8 +375,13 @@ class App:
             loaded = self.store.load(loaded.name)
             refuse_to_resume(state, again=step is not None or bool(sets))
             found = candidates(self._about(backend, loaded), loaded.folder)
-            chosen = choose(found, step)
-            notes = list(explain(found, chosen))
+            # A program that keeps its checkpoints elsewhere, or in files of its own, finds them itself.
+            chosen = choose(found, step) if found or step is not None or job.program is None else None
+            notes = (
+                list(explain(found, chosen))
+                if chosen
+                else ["the run has no checkpoint that zerun knows; " + _BY_ITSELF]
+            )
             kept = None if any(s.startswith("batch.") for s in sets) else loaded.about["plan"].get("global_batch")
             plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
             check_engine(plan)
@@ -386,9 +393,13 @@ class App:
                 loaded = self.store.load(loaded.name)
                 take_attempt(loaded, attempt)
                 launch = self.attempts.launch(
-                    source, loaded.name, attempt, one_folder(backend.places()), resume_step=chosen.step
+                    source,
+                    loaded.name,
+                    attempt,
+                    one_folder(backend.places()),
+                    resume_step=chosen.step if chosen else None,
                 )
-                if not launch.shared:
+                if chosen is not None and not launch.shared:
                     moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
                     notes += [moved] if moved else []
                 loaded, handle = self.attempts.send(backend, loaded, source, launch, secret_values)

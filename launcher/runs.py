@@ -392,6 +392,8 @@ def _ended(run: Run, seen: Observation) -> tuple[State, str]:
         return "cancelled", ""
     if seen.outcome is not None and seen.outcome.outcome == "stopped":
         return "stopped", seen.outcome.reason
+    if complete and not failures and _saved_when_asked(run, seen, statuses):
+        return "stopped", f"asked to end, the program exited with {int(Exit.STOPPED)}: saved, it says"
     if "time_limit" in kinds or seen.poll.word == "TIMEOUT" or _ran_to_its_limit(run, seen, kinds):
         return "time_limit", "the time limit ended it"
     if seen.poll.word in _FROM_OUTSIDE:
@@ -409,6 +411,12 @@ def _ended(run: Run, seen: Observation) -> tuple[State, str]:
         return "failed", f"the agent on {', '.join(gone)} went without a last word (power cut, or killed)"
     lost = seen.num_nodes - len(seen.records)
     return "failed", seen.poll.word or f"{lost} of {seen.num_nodes} nodes left no record that can be read"
+
+
+def _saved_when_asked(run: Run, seen: Observation, statuses: Sequence[int | None]) -> bool:
+    """A program has no engine's record of what it saved. Its 75 counts only as the answer to our stop signal."""
+    asked = any(r.stop_sent_at is not None for r in seen.records)
+    return asked and bool(run.about.get("job", {}).get("program")) and set(statuses) <= {0, int(Exit.STOPPED)}
 
 
 _FROM_OUTSIDE = {

@@ -7,6 +7,7 @@ It saves when it is asked to stop, and goes on from there when it is resumed.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ def main() -> None:
             print(f"step {step}  loss {loss.item():.4f}  norm {info.grad_norm:.3f}  {zero.memory()}", flush=True)
     zero.save(folder, step)
     dist.destroy_process_group()
+    if step < 50:
+        sys.exit(75)  # asked to end, and saved: the run is told as stopped, and `zerun resume` goes on
 
 
 if __name__ == "__main__":

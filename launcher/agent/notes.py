@@ -73,6 +73,7 @@ class Keeper:
         self.failure: Optional[Failure] = None
         self.ended_at: Optional[float] = None
         self.notes: List[str] = []
+        self.stop_sent_at: Optional[float] = None
 
     def write(self, ranks: Tuple[RankRecord, ...]) -> None:
         record = NodeRecord(
@@ -90,6 +91,7 @@ class Keeper:
             job_id=self.job_id,
             restart_count=self.restart_count,
             notes=tuple(self.notes),
+            stop_sent_at=self.stop_sent_at,
         )
         if self.state == "ended":
             self._spend()

@@ -295,7 +295,8 @@ class Agent:
         with contextlib.suppress(OSError):
             Path(self._folder.stop).touch()
         self._ranks.warn()
-        self._keeper.notes.append(f"stop signal sent at {time.time():.3f}")
+        self._keeper.stop_sent_at = time.time()
+        self._keeper.notes.append(f"stop signal sent at {self._keeper.stop_sent_at:.3f}")
         self._write()
 
     def stop_now(self, late_s: float = 0.0) -> None:

@@ -82,7 +82,7 @@ def state_lines(state: RunState) -> list[str]:
     lines += _cause_lines(state)
     if state.checkpoints:
         newest = state.checkpoints[-1]
-        lines.append(f"  kept     {len(state.checkpoints)} whole checkpoint(s), newest at step {newest}")
+        lines.append(f"  kept     {show.count(len(state.checkpoints), 'whole checkpoint')}, newest at step {newest}")
     lines += [f"  note     {show.visible(note)}" for note in state.notes]
     lines += [f"  next     {step}" for step in next_steps(state)]
     return lines
@@ -125,7 +125,7 @@ def next_steps(state: RunState) -> list[str]:
     if state.state == "done":
         return [f"zerun collect {run}" if state.nodes != ("localhost",) else f"zerun ckpt verify {run}"]
     steps = [f"zerun logs {run}"] if state.state != "stopped" else []
-    return steps + ([f"zerun resume {run}"] if state.checkpoints else [])
+    return steps + ([f"zerun resume {run}"] if state.checkpoints or state.state == "stopped" else [])
 
 
 def summarise(app: App, state: RunState) -> None:
@@ -153,15 +153,17 @@ def _where(app: App, state: RunState) -> list[str]:
     """Where logs and checkpoints lie: here already on a laptop, else on the cluster until they are collected."""
     run, folder = state.run, app.store.root / state.run
     lines = []
-    if (folder / "attempts" / str(state.attempt) / "logs").is_dir():
+    here = (folder / "attempts" / str(state.attempt) / "logs").is_dir()
+    if here:
         lines.append(f"  logs           {folder}/attempts/{state.attempt}/logs/    (zerun logs {run})")
     else:
         lines.append(f"  logs           on the cluster: zerun logs {run}")
         lines.append(f"  bring home     zerun collect {run}    (to {folder}/)")
     if state.checkpoints:
         steps = ", ".join(str(s) for s in state.checkpoints)
-        where = f"{folder}/checkpoints/" if (folder / "checkpoints").is_dir() else f"on {state.cluster}"
-        lines.append(f"  checkpoints    {where}    whole ones at steps {steps}")
+        # Of a run on a cluster, what lies here was collected before this end: not all of it, or not this attempt's.
+        where = f"{folder}/checkpoints/" if here else f"on {state.cluster}"
+        lines.append(f"  checkpoints    {where}    whole {'one' if ',' not in steps else 'ones'} at step {steps}")
         lines.append(f"  resume         zerun resume {run} --step {state.checkpoints[0]}    (from that step again)")
     return lines
 

@@ -115,13 +115,13 @@ def resume_verb(
     step: Annotated[
         int | None, typer.Option("--step", metavar="S", min=0, help="This checkpoint. Default: the newest whole one.")
     ] = None,
-    sets: options.Sets = None,
+    sets: options.JobSets = None,
     follow: Follow = False,
 ) -> None:
     """Starts a run's next attempt from a checkpoint, on the same or another number of ranks.
 
-    The global batch stays what it was. Says which checkpoints were looked at, which was taken, and why.
-    Prints the run's id on stdout.
+    The global batch and the cluster stay what they were. Says which checkpoints were looked at, which was taken,
+    and why. A program that has none of ours starts again, as the next attempt. Prints the run's id on stdout.
     """
     app = options.open_app()
     resumed = app.resume(app.resolve(run), nodes=nodes, step=step, sets=sets or (), notice=show.note)

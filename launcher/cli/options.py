@@ -23,7 +23,16 @@ Cluster = Annotated[
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Overrides a key of the job: --set zero.stage=3."),
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Overrides a key of the job, or of its cluster: --set zero.stage=3, --set cluster.nodes.slots=4.",
+    ),
+]
+JobSets = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Overrides a key of the job: --set steps=600."),
 ]
 Templates = Annotated[
     Path | None, typer.Option("--templates", metavar="DIR", help="Templates that replace ours, by the same names.")

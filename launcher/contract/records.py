@@ -83,6 +83,7 @@ class NodeRecord:
     job_id: Optional[str] = None
     restart_count: int = 0
     notes: Tuple[str, ...] = ()
+    stop_sent_at: Optional[float] = None  # when the ranks were asked to save and end: a limit, or a graceful stop
 
 
 @dataclass(frozen=True)

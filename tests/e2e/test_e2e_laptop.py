@@ -135,12 +135,39 @@ def test_secrets_are_nowhere_but_in_the_ranks(laptop: Site) -> None:
     assert "MY_TOKEN" in refused.stderr and refused.stdout == ""
 
 
+SAVES = """\
+import os, pathlib, signal, sys, time
+kept = pathlib.Path(os.environ["ZERUN_RUN_DIR"], f"mine-{os.environ['RANK']}")
+if int(os.environ["ZERUN_ATTEMPT"]) > 1:
+    print("went on from", kept.read_text())
+    sys.exit()
+
+def save(*_):
+    kept.write_text("7")
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+time.sleep(600)
+"""
+
+
 def test_a_time_limit_ends_with_124(laptop: Site) -> None:
     laptop.write("script.py", "import time\ntime.sleep(600)\n")
     laptop.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="4s", python="python3", more=""))
     laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow", code=124, timeout_s=60)
     state: Any = laptop.json("status", "last")
     assert (state["state"], state["exit_code"]) == ("time_limit", 124)
+
+
+def test_a_program_that_saves_at_its_limit_can_go_on(laptop: Site) -> None:
+    laptop.write("script.py", SAVES)
+    text = PROGRAM.format(name="p", nodes=1, time="8s", python="python3", more="")
+    laptop.write("jobs/p.yaml", text)
+    laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow", code=75, timeout_s=60)
+    assert laptop.json("status", "last")["state"] == "stopped"
+    again = laptop.zerun("resume", "last", "--follow", timeout_s=60)
+    assert "no checkpoint that zerun knows" in again.stderr and "went on from 7" in again.stderr
+    assert laptop.json("status", "last")["state"] == "done"
 
 
 def test_a_training_job_at_its_limit_saves_and_can_go_on(laptop: Site) -> None:

@@ -23,10 +23,10 @@ def rank(number: int, code: int | None = None, signal: int | None = None, **more
     return RankRecord(number, number % 2, 100 + number, 10.0, ended_at=ended, exit_code=code, signal=signal, **more)
 
 
-def node(number: int, state: str, *ranks: RankRecord, failure: Failure | None = None) -> NodeRecord:
+def node(number: int, state: str, *ranks: RankRecord, failure: Failure | None = None, **more: Any) -> NodeRecord:
     ended = 21.0 if state == "ended" else None
     return NodeRecord(
-        f"n{number}", number, AGENT, state, 10.0, 20.0, ranks=ranks, failure=failure, ended_at=ended
+        f"n{number}", number, AGENT, state, 10.0, 20.0, ranks=ranks, failure=failure, ended_at=ended, **more
     )
 
 
@@ -91,6 +91,20 @@ def test_a_rank_that_exits_75_is_a_failure_without_the_engines_own_record(run: R
     first = Failure("rank_exit", "n0", "rank 0 exited with 75", rank=0, exit_code=75, at=20.0)
     records = (node(0, "ended", rank(0, 75), failure=first), node(1, "ended", rank(1, signal=15, stopped_by_us=True)))
     assert fold(run, seen(ABSENT, *records)).exit_code == 1
+
+
+def test_a_program_that_exits_75_when_it_was_asked_to_stop_is_stopped(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    made = store.create("j-20260101-000000-cccc", {"job": {"program": {"argv": ["x"]}}})
+    store.append(made, "submitting", 1, 5.0, name="n", num_nodes=2)
+    program = store.load(made.name)
+    asked = (node(0, "ended", rank(0, 75), stop_sent_at=20.0), node(1, "ended", rank(1, 0), stop_sent_at=20.0))
+    told = fold(program, seen(ABSENT, *asked))
+    assert (told.state, told.exit_code, told.cause) == ("stopped", 75, None)
+    by_itself = (node(0, "ended", rank(0, 75)), node(1, "ended", rank(1, 0)))
+    assert fold(program, seen(ABSENT, *by_itself)).state == "failed"
+    other = (node(0, "ended", rank(0, 3), stop_sent_at=20.0), node(1, "ended", rank(1, 75), stop_sent_at=20.0))
+    assert fold(program, seen(ABSENT, *other)).state == "failed"
 
 
 def test_a_cancelled_run_that_had_finished_by_itself_is_done(run: Run, tmp_path: Path) -> None:
