@@ -14,6 +14,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from .space import free_bytes
 
 _LIMIT_S = 40.0
+_TOLD_LINES = 4
 # Runs in the ranks' Python, whatever its version: looks for modules without importing them.
 _FACTS = """
 import json, sys
@@ -65,8 +66,7 @@ def _python(python: str, modules: List[str], setup: str) -> Dict[str, Any]:
     except (ValueError, IndexError):
         said = None
     if said is None:
-        why = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        return {"python": None, "python_problem": f"{python}: {why}"}
+        return {"python": None, "python_problem": _why_not(python, setup, done.returncode, done.stderr)}
     missing = [name for name, version in said["modules"].items() if version is None]
     return {
         "python": said["version"],
@@ -75,6 +75,18 @@ def _python(python: str, modules: List[str], setup: str) -> Dict[str, Any]:
         "missing": missing,
         "python_problem": None,
     }
+
+
+def _why_not(python: str, setup: str, status: int, stderr: str) -> str:
+    """Why the ranks' Python did not answer, with what ``setup`` said: most often something is wrong there."""
+    after = " after `setup`" if setup else ""
+    name = os.path.expanduser(python)  # bash takes it for the script's own name: "python: line 3: module: not found"
+    said = [line.replace(f"{name}: line ", "line ", 1) for line in stderr.splitlines() if line.strip()]
+    last = said.pop() if said else f"exit {status}"
+    if status in (126, 127) and f"{name}: " in last:
+        last = "command not found" if status == 127 else "it cannot be run"
+    told = [f"setup said: {line}" for line in said[-_TOLD_LINES:]] if setup else []
+    return "\n".join([f"`{python}`{after}: {last}", *told])
 
 
 def _run(argv: Sequence[str]) -> "Optional[subprocess.CompletedProcess[str]]":

@@ -89,7 +89,7 @@ def _look_at(
 def _grave(said: Mapping[str, Any], cluster: Cluster, slots: int | None) -> list[str]:
     found: list[str] = []
     if said["python_problem"]:
-        found.append(f"python: {said['python_problem']}")
+        found.append(f"{said['python_problem']}\n`python:` names the ranks' Python; `setup:` makes it be found")
     elif said["missing"]:
         executable = said["executable"]
         found.append(f"missing: {', '.join(said['missing'])}\n{executable} -m pip install {' '.join(said['missing'])}")

@@ -18,7 +18,7 @@ _ENDED = {
 
 _NEVER = "as it is, it will never start"
 _REASONS = {
-    "None": "not looked at yet",
+    "None": "Slurm has not looked at it yet",
     "Priority": "other jobs come first",
     "Resources": "waits until enough nodes are free",
     "BeginTime": "was requeued and waits for its time",

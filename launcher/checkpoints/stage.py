@@ -103,7 +103,7 @@ def stage(
     wrote = _put_manifest(targets, run, step, data)
     if not moves and not wrote:
         return None
-    told = ", ".join(f"{name_of(t.place)} ({len(t.lacks)} shards, {size(total(t.lacks))})" for t in moves)
+    told = ", ".join(f"{name_of(t.place)} ({_shards(t.lacks)}, {size(total(t.lacks))})" for t in moves)
     return f"step {step} was staged to {told}" if told else f"the manifest of step {step} was staged"
 
 
@@ -176,7 +176,7 @@ def _bring_home(
             raise PartialAnswer(f"{said}; {', '.join(asked.silent)} did not answer")
         raise VerificationFailed(said, hint=f"take another step: zerun ckpt ls {run}")
     check_space(home, total(lacks))
-    notice(f"step {step}: {len(lacks)} shards ({size(total(lacks))}) come here first")
+    notice(f"step {step}: {_shards(lacks)} ({size(total(lacks))}) come here first")
     meter = Meter(total(lacks), None)
 
     def one(index: int) -> None:
@@ -198,8 +198,12 @@ def _check_room(backend: Backend, run: str, moves: Sequence[_Target]) -> None:
             raise NoSpace(f"{name_of(target.place)}: {size(total(target.lacks))} are to come, {size(room)} are free")
 
 
+def _shards(files: Sequence[ShardFile]) -> str:
+    return f"{len(files)} shard{'' if len(files) == 1 else 's'}"
+
+
 def _told(target: _Target) -> str:
-    return f"{len(target.lacks)} shards ({size(total(target.lacks))}) go to {name_of(target.place)}"
+    return f"{_shards(target.lacks)} ({size(total(target.lacks))}) go to {name_of(target.place)}"
 
 
 def _push(run: str, step: int, home: Path, moves: Sequence[_Target]) -> None:

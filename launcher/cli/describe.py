@@ -69,7 +69,7 @@ def _scalar(value: Any) -> str:
 def cluster_check(name: options.ClusterName = None, as_json: options.Json = False) -> None:
     """Reaches every node and says what a job would meet there: one line a node.
 
-    Exit 8 when only part of the nodes are well, 4 when none answered.
+    Exit 8 when one of them is not well, 4 when none could be reached.
     """
     findings = options.open_app().check_cluster(name)
     if as_json:
@@ -80,7 +80,8 @@ def cluster_check(name: options.ClusterName = None, as_json: options.Json = Fals
     well = sum(f.ok for f in findings)
     show.note(f"{well} of {len(findings)} are well")
     if well < len(findings):
-        raise typer.Exit(int(Exit.PARTIAL if well else Exit.UNREACHABLE))
+        answered = well or any(f.facts.get("reached") for f in findings)
+        raise typer.Exit(int(Exit.PARTIAL if answered else Exit.UNREACHABLE))
 
 
 def _print_finding(finding: Finding) -> None:
@@ -93,6 +94,8 @@ def _print_finding(finding: Finding) -> None:
 
 
 def _fact(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if key.endswith("_bytes"):
         return show.num_bytes(value)
     if key.endswith("_s") and isinstance(value, (int, float)):
@@ -112,7 +115,8 @@ def render_verb(
 ) -> None:
     """Prints exactly the script that would be submitted.
 
-    Needs neither Slurm nor torch nor a connection.
+    Needs neither Slurm nor torch nor a connection. What only a submit knows stands as RUN (the run's id), and as ~
+    or $NAME in paths.runs, which are expanded on the cluster.
     """
     show.data_bytes(options.open_app(templates).render(job, cluster, sets or []))
 

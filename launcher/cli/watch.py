@@ -12,14 +12,20 @@ from ..contract.errors import Exit
 from . import options, show
 
 if TYPE_CHECKING:
+    from ..app import App
+    from ..logs.select import Selection
     from ..runs import RunState
 
 
 def ls_verb(as_json: options.Json = False) -> None:
     """Lists the runs, oldest first, with their states."""
-    states = options.open_app().list_runs()
+    app = options.open_app()
+    states = app.list_runs()
     if as_json:
         show.data_json([s.to_plain() for s in states])
+        return
+    if not states:
+        show.note(f"no runs in {app.store.root} yet")
         return
     show.table(("run", "state", "since", "cluster", "attempt", "ranks"), [_row(s) for s in states])
 
@@ -49,6 +55,17 @@ def status_verb(
     print_state(state, as_json)
     if exit_status and exit_code_of(state):
         raise typer.Exit(exit_code_of(state))
+
+
+def _say_who_is_not_there(app: App, run: str, chosen: Selection) -> None:
+    """Chosen ranks or nodes of which the run has none: an empty answer would read as if they were silent."""
+    if chosen.ranks is None and chosen.nodes is None:
+        return
+    state = app.status(run)
+    if chosen.nodes is not None and state.nodes and not chosen.nodes & set(state.nodes):
+        show.note(f"none of its ranks is on {' '.join(sorted(chosen.nodes))}; its nodes: {' '.join(state.nodes)}")
+    if chosen.ranks is not None and state.ranks and min(chosen.ranks) >= state.ranks:
+        show.note(f"it has no such rank; its ranks: 0-{state.ranks - 1}")
 
 
 def logs_verb(
@@ -84,9 +101,15 @@ def logs_verb(
     writer = LineWriter(
         sys.stdout.buffer, coloured=show.coloured(sys.stdout), at_once=follow or sys.stdout.isatty(), as_json=as_json
     )
+    wrote = False
     try:
+        if follow:  # said at once: nothing would come until the run ends
+            _say_who_is_not_there(app, name, chosen)
         for line in app.logs(name, chosen, follow=follow, notice=show.note):
             writer.write(line)
+            wrote = True
+        if not wrote and not follow:
+            _say_who_is_not_there(app, name, chosen)
     except KeyboardInterrupt:
         if follow:
             detached(name)

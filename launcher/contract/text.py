@@ -33,7 +33,11 @@ def prepare(files: Sequence[Union[str, Path]], out_dir: Union[str, Path]) -> Dic
     paths = [Path(os.path.abspath(f)) for f in files]
     missing = [str(p) for p in paths if not p.is_file()]
     if missing:
-        raise UsageError(f"{missing[0]} is no file that can be read", hint=f"{len(missing)} of {len(paths)} files")
+        folder = os.path.isdir(missing[0])
+        raise UsageError(
+            f"{missing[0]} is {'a folder' if folder else 'no file that can be read'}",
+            hint="give the files in it: FOLDER/*.txt" if folder else f"so it is with {len(missing)} of {len(paths)}",
+        )
     base = Path(os.path.commonpath([str(p.parent) for p in paths]))
     return write_split(sorted({(p.relative_to(base).as_posix(), p) for p in paths}), out_dir)
 

@@ -380,7 +380,11 @@ def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
     if files and part("model").get("kind") is not None and options:
         yield Mistake(("data", "options"), "options go with data.factory, or with a model of your own", True)
     if files and part("model").get("factory") is not None and "seq_len" not in (options or {}):
-        yield Mistake(("data",), "a model of your own over token files needs data.options.seq_len (vocab: 256)", True)
+        yield Mistake(
+            ("data",),
+            "a model of your own over token files needs their form: options: {seq_len: 128, vocab: 256}",
+            True,
+        )
     tensor, split = _int(part("parallel").get("tensor")) or 1, part("parallel").get("split")
     if part("model").get("factory") is not None and tensor > 1 and not split:
         said = "a model of your own is cut by parallel.split: names of its layers to column, row or vocabulary"

@@ -88,6 +88,12 @@ def test_probe_of_a_python_with_and_without_the_modules(zipped: Path, tmp_path: 
     assert said["unresolved"] == ["no-such-host.invalid"] and said["writable"] and said["free_bytes"] > 0
     code, said = ask(zipped, "probe", {**request, "python": "/no/python"})
     assert code == 0 and "/no/python" in said["python_problem"]
+    broken = {**request, "python": "no-such-python", "setup": "no-such-module load cuda"}
+    code, said = ask(zipped, "probe", broken)
+    assert code == 0 and said["python_problem"].splitlines() == [
+        "`no-such-python` after `setup`: command not found",
+        "setup said: line 1: no-such-module: command not found",
+    ]
     code, said = ask(zipped, "probe", {**request, "setup": "exit 3"})
     assert code == 0 and said["python_problem"]
 

@@ -58,6 +58,10 @@ def test_follow_ends_as_the_job_ends_and_keeps_stdout_to_the_id(shell: Shell) ->
     assert (shell.folder / "runs" / run / "run.json").exists()
     logs = shell.run("logs", "last", "--rank", "1")
     assert logs.returncode == 0 and logs.stdout == "1@localhost  hello of 1\n"
+    logs = shell.run("logs", "last", "--rank", "2-7")
+    assert logs.stdout == "" and logs.stderr == "it has no such rank; its ranks: 0-1\n"
+    logs = shell.run("logs", "last", "--node", "node[1-2]", "--follow")
+    assert logs.stdout == "" and "none of its ranks is on node1 node2; its nodes: localhost" in logs.stderr
     logs = shell.run("logs", "last", "--json", "--grep", "of 0$")
     assert [json.loads(line)["text"] for line in logs.stdout.splitlines()] == ["hello of 0"]
 
@@ -111,6 +115,16 @@ def test_ctrl_c_while_following_detaches(shell: Shell, wait_until: Callable[...,
     assert f"zerun logs {run} -f" in rest and f"zerun cancel {run}" in rest and "Traceback" not in rest
     assert json.loads(shell.run("status", run, "--json").stdout)["state"] == "running"
     assert shell.run("cancel", run).returncode == 0
+
+
+def test_a_cluster_whose_nodes_answer_and_are_not_well_is_no_unreachable_one(shell: Shell) -> None:
+    (shell.folder / "odd.yaml").write_text(
+        "name: odd\nbackend: direct\nnodes: {names: localhost}\npython: no-such-python\n"
+    )
+    done = shell.run("cluster", "check", "odd.yaml")
+    assert done.returncode == 8 and "`no-such-python`: command not found" in done.stdout
+    nowhere = shell.run("cluster", "check", "odd", "--json")
+    assert nowhere.returncode == 2 and "no cluster is called 'odd'" in nowhere.stderr
 
 
 def test_a_dry_run_prints_what_render_prints_and_submits_nothing(shell: Shell) -> None:

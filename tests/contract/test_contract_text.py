@@ -53,6 +53,9 @@ def test_two_files_are_enough_and_one_is_not(tmp_path: Path) -> None:
         text.prepare(files[:1], tmp_path / "out")
     with pytest.raises(UsageError, match="no files"):
         text.prepare([], tmp_path / "out")
+    with pytest.raises(UsageError, match="is a folder") as folder:
+        text.prepare([tmp_path], tmp_path / "out")
+    assert folder.value.hint == "give the files in it: FOLDER/*.txt"
     with pytest.raises(UsageError, match="nothing is no file"):
         text.prepare([tmp_path / "nothing"], tmp_path / "out")
 

@@ -371,10 +371,10 @@ def test_find_cluster(tmp_path: Path) -> None:
 # --- what ships -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "clusters").glob("*.yaml")), ids=lambda p: p.stem)
-def test_shipped_clusters(path: Path) -> None:
-    cluster = load_cluster(path)
-    assert cluster.name == path.stem
+@pytest.mark.parametrize("name", ["dgx2-25", "laptop", "slurm-site", "ssh-lab"])  # beside them lie one's own
+def test_shipped_clusters(name: str) -> None:
+    cluster = load_cluster(ROOT / "clusters" / f"{name}.yaml")
+    assert cluster.name == name
     assert cluster_from_plain(json.loads(json.dumps(describe(cluster)))) == cluster
 
 
