@@ -9,8 +9,9 @@ HEAD = """# Descriptions
 <!-- Written by scripts/gen_description_docs.py (`make docs`) from the models. Do not edit. -->
 
 Every key is checked. A mistake is told as `file:line:column: what is wrong, what is accepted, did you mean`, and all of
-them at once. A key that is not built yet is refused by name, never ignored. `--set a.b=value` overrides a key of the job
-and goes through the same checks; `zerun cluster show` prints a cluster as it was understood.
+them at once. A key that is not built yet is refused by name, never ignored. `--set a.b=value` overrides a key of the job,
+`--set cluster.a.b=value` one of its cluster, and both go through the same checks; `zerun cluster show` prints a cluster as it
+was understood.
 
 Text stays text: `partition: NO`, `account: 0123` mean what they say. A key with the value null counts as not written.
 """
@@ -27,6 +28,14 @@ UNITS = """## Units
 | node list | `node[01-04,7]` `a1,b[2-3]` | Slurm's syntax; order and zero padding are kept: rank 0 stands on the first named |
 """
 
+_PROGRAM_VARIABLES = """| variable | |
+|---|---|
+| `ZERUN_RUN_DIR` | the run's folder on this node, the same at every attempt: keep checkpoints below it |
+| `ZERUN_ATTEMPT` | 1, and one more with each resume |
+| `ZERUN_RESUME_FROM` | at a resume, the folder of the checkpoint, if `ZeroEngine.save` wrote one to `$ZERUN_RUN_DIR/checkpoints` |
+| `ZERUN_STOP_FILE` | a file that is there once the script ought to save and end |
+| `ZERUN_NODE` | the node's name in the description |"""
+
 SECTIONS: dict[str, tuple[str, str]] = {
     "Cluster": ("", ""),
     "Login": ("`login`", "How the Slurm login node is reached; left out where zerun runs on it."),
@@ -40,7 +49,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "Job": ("", "Either `model … steps`, trained by our engine, or `program`."),
     "Code": ("`code`", "What is shipped: the job file's git root, with uncommitted and untracked-but-not-ignored files; outside git the job file's own folder."),
     "GptModel": ("`model`: the reference GPT", "Pre-norm, learned positions, tied embedding."),
-    "FactoryModel": ("`model`: your own", "`factory(**options) -> nn.Module`, called on the meta device."),
+    "FactoryModel": ("`model`: your own", "`factory(**options) -> nn.Module`, called on the meta device. A batch of token files is `(inputs, targets)`, each\n(micro, seq_len), targets one token further; of a data factory, its samples stacked by torch's `default_collate`."),
     "Data": ("`data`", "Exactly one of `text`, `tokens` and `factory`."),
     "Zero": ("`zero`", ""),
     "Parallel": ("`parallel`", ""),
@@ -48,7 +57,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "Batch": ("`batch`", "`global` and `micro` (accumulation follows), or `micro` and `accumulation`."),
     "Evaluate": ("`evaluate`", ""),
     "Checkpoint": ("`checkpoint`", ""),
-    "Program": ("`program`", "Your own script, unchanged, once a slot, with torchrun's variables; instead of `model … steps`."),
+    "Program": ("`program`", "Your own script, unchanged, once a slot, with torchrun's variables; instead of `model … steps`. It also gets\n\n" + _PROGRAM_VARIABLES),
 }  # fmt: skip
 
 _NAME = "a name: letters, digits, `.` `_` `-`"
@@ -123,7 +132,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Job.batch": ("mapping", "samples a step"),
     "Job.steps": ("1 or more", "optimizer steps"),
     "Job.seed": ("whole number", "of weights, samples and dropout"),
-    "Job.evaluate": ("mapping", "held-out loss on the way; without it at the end only if there is held-out data"),
+    "Job.evaluate": ("mapping", "held-out loss on the way and at the end; without it none is computed"),
     "Job.recompute": ("`none` `block` or a list of blocks", "whose activations are computed again in backward instead of stored"),
     "Job.activations": ("`whole` `partitioned` `host`", "where what recomputation stores waits: as it is, divided over the tensor ranks, or in host memory"),
     "Job.checkpoint": ("mapping", "when checkpoints are written; without it one at the end"),
@@ -143,11 +152,11 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "GptModel.dropout": ("0 to below 1", ""),
     "FactoryModel.factory": ("`module:function`", "in the shipped code, or installed on the cluster"),
     "FactoryModel.options": ("mapping", "its keyword arguments"),
-    "FactoryModel.loss": ("`module:function`", "`loss(model, batch) -> scalar`; left out: a scalar, an output with `.loss`"),
+    "FactoryModel.loss": ("`module:function`", "`loss(model, batch) -> scalar`; left out: `model(*batch)` or, of a mapping, `model(**batch)` returns a scalar, an output with `.loss` or one with `[\"loss\"]`"),
     "Data.text": ("`python-stdlib`", "a corpus that every machine has: the sources of Python's standard library, split by file"),
     "Data.tokens": ("path", "a token file of `zerun data prepare`; relative: in the shipped code; absolute: on the cluster"),
     "Data.heldout": ("path", "the same, for held-out loss; goes with `tokens`"),
-    "Data.factory": ("`module:function`", "`data(split, start_sample, **options) -> iterator`; one with `state_dict()` and `load_state_dict()` has its state saved and restored"),
+    "Data.factory": ("`module:function`", "`data(split, start_sample, **options) -> iterator` of single samples of all ranks together, from `start_sample` on; `split` is `train` or `heldout`; one with `state_dict()` and `load_state_dict()` has its state saved and restored"),
     "Data.options": ("mapping", "the factory's keyword arguments; of token files for a model of your own: `seq_len`, `vocab`"),
     "Zero.stage": ("`0` `1` `2` `3`", "0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"),
     "Zero.bucket": ("bytes", "size of a message"),
@@ -172,6 +181,6 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Checkpoint.every": ("steps, or a duration", "`50` or `30min`"),
     "Checkpoint.keep": ("1 or more", "the newest that stay; left out: all"),
     "Program.argv": ("list", "`[python, train.py]`: an argument list, never a shell line"),
-    "Program.stop_signal": ("signal name", "before a limit or a graceful stop; the script may save and exit 75"),
+    "Program.stop_signal": ("signal name", "before the time limit; a script that saves and exits 75 then is `stopped`, and `zerun resume` starts the next attempt"),
     "Program.stop_grace": ("duration", "how long it has for that"),
 }  # fmt: skip
