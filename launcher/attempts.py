@@ -68,7 +68,12 @@ class Attempts:
 
     def code(self, folder: Path, job: Job) -> CodeBundle:
         said = job.code
-        return code_bundle(folder, root=said.root, exclude=said.exclude, limit=said.limit, without=self.store.root)
+        code = code_bundle(folder, root=said.root, exclude=said.exclude, limit=said.limit, without=self.store.root)
+        for key in ("tokens", "heldout"):
+            path = getattr(job.data, key, None)
+            if path is not None and not path.startswith("/") and not code.holds(path):
+                raise _not_shipped(code, f"data.{key}", path)
+        return code
 
     def launch(
         self, source: Source, run: str, attempt: int, runs: str, *, resume_step: int | None, token: str | None = None
@@ -210,6 +215,19 @@ class Attempts:
         if not name.startswith(hashlib.sha256(data).hexdigest() + "."):
             raise UsageError(f"{path} is damaged: it is not what its name says", hint=_BLOB_GONE)
         return data
+
+
+def _not_shipped(code: CodeBundle, key: str, path: str) -> UsageError:
+    """A job whose data stay at home would fail on every rank, after it has queued."""
+    said = f"{key}: {path} is not in the code that is shipped from {code.root}"
+    if not (Path(code.root) / path).is_file():
+        return UsageError(
+            said, hint="there is no such file; a relative name begins there, an absolute one is on the cluster"
+        )
+    return UsageError(
+        said,
+        hint="git ignores it, or code.exclude does; a large file goes to the cluster by itself, with an absolute name",
+    )
 
 
 def forget_secrets(backend: Backend, run: Run, attempt: int) -> None:

@@ -57,6 +57,11 @@ class CodeBundle(Bundle):
     commit: str | None = None
     changed: int = 0
     notes: tuple[str, ...] = ()
+    files: frozenset[str] = field(default=frozenset(), repr=False)  # names below ``root``
+
+    def holds(self, path: str) -> bool:
+        """Whether ``path``, relative to the root, travels."""
+        return os.path.normpath(path) in self.files
 
     def sentence(self) -> str:
         """One line for whoever submits."""
@@ -122,7 +127,9 @@ def code_bundle(
         )
     bundle = _named(_tar(base, kept), ".tar.gz")
     commit, changed = _git_state(base) if in_git else (None, 0)
-    return CodeBundle(bundle.name, bundle.data, str(base), len(kept), total, commit, changed, tuple(notes))
+    return CodeBundle(
+        bundle.name, bundle.data, str(base), len(kept), total, commit, changed, tuple(notes), frozenset(kept)
+    )
 
 
 def code_root(folder: Path, root: str | None = None) -> Path:

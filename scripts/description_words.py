@@ -154,7 +154,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "FactoryModel.options": ("mapping", "its keyword arguments"),
     "FactoryModel.loss": ("`module:function`", "`loss(model, batch) -> scalar`; left out: `model(*batch)` or, of a mapping, `model(**batch)` returns a scalar, an output with `.loss` or one with `[\"loss\"]`"),
     "Data.text": ("`python-stdlib`", "a corpus that every machine has: the sources of Python's standard library, split by file"),
-    "Data.tokens": ("path", "a token file of `zerun data prepare`; relative: in the shipped code; absolute: on the cluster"),
+    "Data.tokens": ("path", "a token file of `zerun data prepare`; relative: in the shipped code, from its root; absolute: on the cluster"),
     "Data.heldout": ("path", "the same, for held-out loss; goes with `tokens`"),
     "Data.factory": ("`module:function`", "`data(split, start_sample, **options) -> iterator` of single samples of all ranks together, from `start_sample` on; `split` is `train` or `heldout`; one with `state_dict()` and `load_state_dict()` has its state saved and restored"),
     "Data.options": ("mapping", "the factory's keyword arguments; of token files for a model of your own: `seq_len`, `vocab`"),

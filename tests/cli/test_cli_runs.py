@@ -134,3 +134,23 @@ def test_a_dry_run_prints_what_render_prints_and_submits_nothing(shell: Shell) -
     assert dry.stdout == rendered.stdout != ""
     assert "2 ranks" in dry.stderr or "ranks    2" in dry.stderr
     assert json.loads(shell.run("ls", "--json").stdout) == []
+
+
+def test_data_that_git_ignores_are_told_of_before_anything_is_sent(shell: Shell) -> None:
+    (shell.folder / "data").mkdir()
+    for name in ("train.bin", "heldout.bin"):
+        (shell.folder / "data" / name).write_bytes(bytes(range(256)) * 4)
+    (shell.folder / "job.yaml").write_text(
+        "name: own\nmodel: {kind: gpt, layers: 1, hidden: 8, heads: 1, seq_len: 8}\nzero: {stage: 0}\n"
+        "data: {tokens: ./data/train.bin, heldout: data/heldout.bin}\noptimizer: {lr: 1e-3}\n"
+        "batch: {micro: 1, accumulation: 1}\nsteps: 1\n"
+    )
+    subprocess.run(["git", "init", "-q", "."], cwd=shell.folder, check=True)
+    assert shell.run("submit", "job.yaml", "--dry-run").returncode == 0
+    (shell.folder / ".gitignore").write_text("/data/\n")
+    done = shell.run("submit", "job.yaml")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "data.tokens: ./data/train.bin is not in the code that is shipped" in done.stderr
+    assert "git ignores it" in done.stderr
+    done = shell.run("submit", "job.yaml", "--set", "data.tokens=data/other.bin")
+    assert done.returncode == 2 and "there is no such file" in done.stderr
