@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .checkpoints import Candidate, Collected, Report
     from .logs.merge import LogLine
     from .logs.select import Selection
+    from .measured import Beside
     from .planning.plan import Plan
     from .specs.models import Cluster, Job
 
@@ -204,6 +205,20 @@ class App:
             return self.attempts.look(backend, [loaded])[0]
         finally:
             backend.close()
+
+    def beside_plan(self, run: str, attempt: int) -> list[Beside]:
+        """What the plan of the run said, beside what its ranks measured (as far as that lies at home)."""
+        from . import specs
+        from .measured import beside
+        from .planning import make_plan
+
+        loaded = self.store.load(self.resolve(run))
+        nodes = loaded.last("submitting", attempt=attempt)
+        job = specs.job_from_plain(loaded.about["job"])
+        cluster = specs.cluster_from_plain(loaded.about["cluster"])
+        kept = loaded.about["plan"].get("global_batch")
+        number = int(nodes.data["num_nodes"]) if nodes else None
+        return beside(loaded, attempt, make_plan(job, cluster, nodes=number, global_batch=kept))
 
     def list_runs(self) -> list[RunState]:
         """Every run at home, oldest first; those not known to have ended are asked after, a cluster at a time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from . import options, show
 if TYPE_CHECKING:
     from ..app import App
     from ..logs.select import Selection
+    from ..measured import Beside
     from ..runs import RunState
 
 
@@ -42,6 +44,7 @@ def status_verb(
     exit_status: Annotated[
         bool, typer.Option("--exit-status", help="Exits as `wait` would: the job's code, 10 while it goes on.")
     ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Sets what was planned beside what the ranks measured.")] = False,
 ) -> None:
     """Says what a run does, where, since when, and what to do next.
 
@@ -52,9 +55,34 @@ def status_verb(
 
     app = options.open_app()
     state = app.status(app.resolve(run))
-    print_state(state, as_json)
+    if plan:
+        _print_beside(state, app.beside_plan(state.run, state.attempt), as_json)
+    else:
+        print_state(state, as_json)
     if exit_status and exit_code_of(state):
         raise typer.Exit(exit_code_of(state))
+
+
+def _print_beside(state: RunState, lines: Sequence[Beside], as_json: bool) -> None:
+    from .follow import print_state
+
+    if as_json:
+        rows = [{"what": b.what, "planned": b.planned, "measured": b.measured, "source": b.source} for b in lines]
+        show.data_json({**state.to_plain(), "plan": rows})
+        return
+    print_state(state, False)
+    show.data("")
+    told = [
+        (b.what, _figure(b.planned), _figure(b.measured), f"{b.ratio:.3f}" if b.ratio is not None else "-", b.source)
+        for b in lines
+    ]
+    show.table(("planned beside measured", "planned", "measured", "ratio", "the plan's"), told, right=(1, 2, 3))
+    if all(b.measured is None for b in lines):
+        show.note(f"nothing measured lies at home: zerun collect {state.run} --checkpoint none")
+
+
+def _figure(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
 
 
 def _say_who_is_not_there(app: App, run: str, chosen: Selection) -> None:

@@ -28,6 +28,11 @@ def test_stopped_and_resumed_is_bitwise_a_run_never_interrupted(laptop: Site) ->
     laptop.write("jobs/whole.yaml", GPT.format(name="whole", nodes=1, stage=2, steps=60, every=6))
     laptop.write("jobs/cut.yaml", GPT.format(name="cut", nodes=1, stage=2, steps=60, every=6))
     whole = laptop.zerun("submit", "jobs/whole.yaml", "--cluster", "here", "--follow").stdout.strip()
+    plan = {row["what"].split(",")[0]: row for row in laptop.json("status", whole, "--plan")["plan"]}
+    for what in ("parameters", "gradients", "optimizer", "sent"):
+        assert plan[what]["planned"] == plan[what]["measured"] > 0, plan[what]
+    assert 0.5 < plan["peak of a step"]["measured"] / plan["peak of a step"]["planned"] < 1.2
+    assert "planned beside measured" in laptop.zerun("status", whole, "--plan").stdout
     # The same job, cancelled somewhere after its checkpoint of step 6.
     cut = laptop.zerun("submit", "jobs/cut.yaml", "--cluster", "here").stdout.strip()
     folder = laptop.run_folder(cut)

@@ -14,6 +14,7 @@ FLOORS = {
     "cli": 7,
     "app": 6,
     "attempts": 5,
+    "measured": 5,
     "compare": 6,
     "simulation": 5,
     "runs": 5,
