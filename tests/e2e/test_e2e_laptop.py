@@ -189,18 +189,23 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from zerun import ZeroEngine
 
+
+def main():  # what holds the process group goes before the interpreter does
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 3))
+    model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+    total = model.module.weight.grad.sum()
+    own = torch.nn.Linear(4, 3)
+    zero = ZeroEngine(own, {"zero": {"stage": 3}, "optimizer": {"lr": 1e-2}})
+    zero.backward(own(torch.ones(2, 4) * (rank + 1)).sum())
+    info = zero.step()
+    assert ZeroEngine.__module__.startswith("_zerun."), ZeroEngine.__module__  # the shipped one
+    print(f"rank {rank} of {dist.get_world_size()}: {total:.3f} {info.grad_norm:.3f}", flush=True)
+
+
 dist.init_process_group("gloo")  # env://, as under torchrun
-rank = dist.get_rank()
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(4, 3))
-model(torch.ones(2, 4) * (rank + 1)).sum().backward()
-total = model.module.weight.grad.sum()
-own = torch.nn.Linear(4, 3)
-zero = ZeroEngine(own, {"zero": {"stage": 3}, "optimizer": {"lr": 1e-2}})
-zero.backward(own(torch.ones(2, 4) * (rank + 1)).sum())
-info = zero.step()
-assert ZeroEngine.__module__.startswith("_zerun."), ZeroEngine.__module__  # the shipped one
-print(f"rank {rank} of {dist.get_world_size()}: {total:.3f} {info.grad_norm:.3f}", flush=True)
+main()
 dist.destroy_process_group()
 """
 
