@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..contract.errors import UsageError
-from ..specs.models import Cluster, Job
+from ..specs.models import Cluster, GptModel, Job
 from .make import draft_plan
 from .plan import Plan
 from .reasons import CannotPlan
@@ -43,7 +44,7 @@ class Searched:
 def search(job: Job, cluster: Cluster) -> Searched:
     """Plans (stage, tensor degree, micro-batch, recomputation) at the job's nodes and global batch.
 
-    Tensor degrees are 1 and the job's own, since others need the engine to cut models. Raises UsageError for a model
+    Tensor degrees are those that cut the model evenly inside a node, and the job's own. Raises UsageError for a model
     that is not the reference GPT, and for a cluster without device memory: nothing could be said to fit.
     """
     own = draft_plan(job, cluster)
@@ -67,7 +68,7 @@ def search(job: Job, cluster: Cluster) -> Searched:
 
 def _candidates(job: Job, own: Plan) -> Iterator[Job]:
     assert own.global_batch is not None
-    for tensor in sorted({1, own.topology.tensor}):
+    for tensor in _degrees(job, own):
         data_parallel, rest = divmod(own.topology.world_size, tensor)
         if rest or own.global_batch % data_parallel:
             continue
@@ -79,6 +80,14 @@ def _candidates(job: Job, own: Plan) -> Iterator[Job]:
                 cut = with_tensor(with_recompute(with_batch, recompute), tensor)
                 for stage in range(4):
                     yield with_stage(cut, stage)
+
+
+def _degrees(job: Job, own: Plan) -> list[int]:
+    """Tensor degrees that cut the model evenly and keep every tensor group inside a node, and the job's own."""
+    inside = math.gcd(*own.topology.slots)
+    heads = job.model.heads if isinstance(job.model, GptModel) else 1
+    even = [d for d in range(1, inside + 1) if inside % d == 0 and heads % d == 0]
+    return sorted({*even, own.topology.tensor})
 
 
 def _found(plan: Plan, changed: Job, job: Job) -> Found:
