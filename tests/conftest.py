@@ -26,11 +26,15 @@ in the summary, and with ``CI=true`` or ``ZERUN_REQUIRE_TESTBED=1`` their absenc
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from testbed import cluster
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: Ctrl-C is tested all the same
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _FIXTURES = {"testbed", "testbed_bare"}
 
