@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 
 from ..contract.folder import is_safe_name
-from . import nodelist, units, values
+from . import nodelist, values
 from .description import Description
+from .device_model import Device
 from .environment import Env
-from .mistakes import Mistake, did_you_mean, raise_together, wrong
-from .values import FREEZE, LIST, Bytes, Count, Flag, Line, PortRange, Rate, Whole, Word, choice
+from .mistakes import Mistake, wrong
+from .slurm_model import Login, Slurm
+from .values import LIST, Bytes, Count, Flag, Line, PortRange, Rate, Whole, Word, choice
 
 LOCAL_NAME = "localhost"
 
@@ -28,101 +28,6 @@ def name_problem(name: str) -> str | None:
 
 
 Name = Annotated[str, BeforeValidator(values.checked(name_problem))]
-
-
-class Login(Description):
-    """The Slurm login node; left out where zerun runs on it."""
-
-    host: values.Address
-    user: values.User | None = None
-    port: values.Port | None = None
-    via: Annotated[Literal["fabric"], choice("fabric", not_built=["openssh"])] = "fabric"
-
-
-# What the launcher sets itself, and where its value comes from.
-OWNED_OPTIONS: Mapping[str, str] = {
-    "account": "slurm.account",
-    "array": "",
-    "chdir": "",
-    "constraint": "slurm.constraint",
-    "cpus-per-task": "nodes.cpus_per_slot",
-    "error": "",
-    "exclusive": "slurm.exclusive",
-    "export": "env",
-    "export-file": "env",
-    "gpus-per-node": "slurm.gpus_by",
-    "gres": "slurm.gpus_by",
-    "help": "",
-    "input": "",
-    "job-name": "the job's name",
-    "mem": "nodes.memory_per_slot",
-    "no-requeue": "",
-    "nodes": "the job's nodes",
-    "ntasks": "",
-    "ntasks-per-node": "",
-    "open-mode": "",
-    "output": "",
-    "parsable": "",
-    "partition": "slurm.partition",
-    "qos": "slurm.qos",
-    "quiet": "",
-    "requeue": "",
-    "reservation": "slurm.reservation",
-    "signal": "",
-    "test-only": "",
-    "time": "the job's time",
-    "usage": "",
-    "verbose": "",
-    "version": "",
-    "wait": "",
-    "wrap": "",
-}
-
-
-def _extra(value: Any) -> dict[str, str | None]:
-    given = values.mapped(value)
-    raise_together(m for m in (_extra_mistake(name, v) for name, v in given.items()) if m)
-    return {str(k): None if v is None else str(v) for k, v in given.items()}
-
-
-def _extra_mistake(name: str, value: Any) -> Mistake | None:
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", name, re.ASCII):
-        return Mistake(
-            (name,), f"{name!r} is not an option of sbatch; accepted: names like mail-type, without '--'", True
-        )
-    # sbatch takes any unambiguous beginning of an option for the option itself.
-    owned = name if name in OWNED_OPTIONS else next((o for o in OWNED_OPTIONS if o.startswith(name)), None)
-    if owned is not None:
-        instead = OWNED_OPTIONS[owned]
-        return Mistake(
-            (name,), f"option {name!r} is set by the launcher" + (f"; write {instead}" if instead else ""), True
-        )
-    if value is not None:
-        try:
-            values.line(value)
-        except PydanticCustomError as problem:
-            return Mistake((name,), problem.message())
-    return None
-
-
-class Slurm(Description):
-    partition: Word | None = None
-    account: Word | None = None
-    qos: Word | None = None
-    constraint: Word | None = None
-    reservation: Word | None = None
-    exclusive: Flag = False
-    gpus_by: Annotated[Literal["gres", "gpus-per-node", "none"], choice("gres", "gpus-per-node", "none")] = "none"
-    gpu_type: Word | None = None
-    extra: Annotated[dict[str, str | None], BeforeValidator(_extra), FREEZE] = Field(
-        default_factory=lambda: values.freeze({}),
-        description="any other sbatch option; null: one without a value",
-    )
-
-    @classmethod
-    def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
-        if "gpu_type" in given and given.get("gpus_by", "none") == "none":
-            yield Mistake(("gpu_type",), "gpu_type needs gpus_by: gres or gpus_by: gpus-per-node")
 
 
 def _no_repeats(devices: tuple[int, ...]) -> tuple[int, ...]:
@@ -180,52 +85,6 @@ class Nodes(Description):
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
         if "names" in given and "hostfile" in given:
             yield Mistake(("hostfile",), "write names or hostfile, not both", at_key=True)
-
-
-PRECISIONS = ("fp32", "bf16", "fp16")
-_PEAKS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
-
-
-def _peaks(value: Any) -> Any:
-    given = values.mapped(value)
-    unknown = [key for key in given if key not in _PEAKS]
-    raise_together(
-        Mistake((k,), f"unknown precision {k!r}{did_you_mean(k, _PEAKS)}; accepted: {', '.join(_PEAKS)}", True)
-        for k in unknown
-    )
-    return given
-
-
-class Device(Description):
-    """What stands behind a slot. ``precisions`` left out: every one is taken to work."""
-
-    kind: Annotated[Literal["cpu", "gpu"], choice("cpu", "gpu")] = "cpu"
-    model: Line | None = None
-    memory: Bytes | None = None
-    reserve: Bytes = 0
-    peak_flops: Annotated[dict[str, values.Flops], BeforeValidator(_peaks), FREEZE] = Field(
-        default_factory=lambda: values.freeze({}), description="FLOP/s by precision"
-    )
-    precisions: Annotated[tuple[Annotated[Literal["fp32", "bf16", "fp16"], choice(*PRECISIONS)], ...], LIST] | None = (
-        None
-    )
-
-    @classmethod
-    def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
-        memory, reserve = _bytes_of(given.get("memory")), _bytes_of(given.get("reserve"))
-        if memory is not None and reserve is not None and reserve >= memory:
-            yield Mistake(("reserve",), f"reserve {given['reserve']} leaves nothing of memory {given['memory']}")
-
-    def computes(self, precision: str) -> bool:
-        """Whether the device computes in ``precision``, as far as its description says."""
-        return self.precisions is None or precision in self.precisions
-
-
-def _bytes_of(value: Any) -> int | None:
-    try:
-        return units.parse_bytes(str(value))
-    except ValueError:
-        return None
 
 
 class Network(Description):

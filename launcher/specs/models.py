@@ -6,23 +6,18 @@ Bytes and bytes a second are integers, durations whole seconds.
 
 from __future__ import annotations
 
-from .cluster_model import Cluster, Device, Login, Network, NodeEntry, Nodes, Paths, Slurm, Ssh
+from .checkpoint_model import Checkpoint
+from .cluster_model import Cluster, Network, NodeEntry, Nodes, Paths, Ssh
+from .data_model import Data
 from .description import Description
-from .job_model import (
-    Batch,
-    Checkpoint,
-    Code,
-    Data,
-    Evaluate,
-    FactoryModel,
-    GptModel,
-    Job,
-    Optimizer,
-    Parallel,
-    Program,
-    Zero,
-)
+from .device_model import Device
+from .job_model import Batch, Code, Evaluate, Job, Parallel
+from .optimizer_model import Optimizer
+from .program_model import Program
+from .slurm_model import Login, Slurm
+from .trained_model import FactoryModel, GptModel
 from .values import Bytes, Rate, Seconds
+from .zero_model import Zero
 
 __all__ = [
     "Batch",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
+from pydantic_core import PydanticCustomError
 
 from . import nodelist, units
 from .mistakes import did_you_mean, shown, wrong
@@ -328,3 +329,11 @@ def core(value: Any) -> Any:
 
 
 Options = Annotated[dict[str, Any], BeforeValidator(lambda v: core(mapped(v))), FREEZE]
+
+
+def whole_or_none(value: Any) -> int | None:
+    """A whole number where there is one: for checks across fields, which say nothing about the field itself."""
+    try:
+        return whole(value)
+    except PydanticCustomError:
+        return None
