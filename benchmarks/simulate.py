@@ -28,15 +28,15 @@ QUICK = [("1.5B", 25, 0), ("100B", 25, 0), ("100B", 25, 203), ("100B", 25, 399),
 MORE = [("1.5B", 25, 203), ("1.5B", 256, 4095), ("170B", 25, 0), ("170B", 25, 203), ("170B", 256, 0)]
 
 PROCESS = """
-import json, resource, sys, time
+import json, sys, time
 began = time.perf_counter(), time.process_time()
 import torch
 loaded = time.perf_counter(), time.process_time()
 from launcher.engine.simulate import main
 code = main()
 ended = time.perf_counter(), time.process_time()
-print(json.dumps({"import_s": loaded[0] - began[0], "wall_s": ended[0] - loaded[0], "cpu_s": ended[1] - loaded[1],
-                  "most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}), file=sys.stderr)
+print(json.dumps({"import_s": loaded[0] - began[0], "wall_s": ended[0] - loaded[0], "cpu_s": ended[1] - loaded[1]}),
+      file=sys.stderr)
 raise SystemExit(code)
 """
 
@@ -68,7 +68,8 @@ def measure(name: str, nodes: int, rank: int) -> dict[str, Any]:
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise SystemExit(f"{name}: {answer['error']}")
-    return {**json.loads(done.stderr.splitlines()[-1]), "peak": answer["peak_bytes"], "phase": answer["peak_phase"]}
+    told = {"most": answer["memory_bytes"], "peak": answer["peak_bytes"], "phase": answer["peak_phase"]}
+    return {**json.loads(done.stderr.splitlines()[-1]), **told}
 
 
 def main() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from real_steps import config
 
 from launcher.contract import partition
+from launcher.contract.plain import dumps
 from launcher.contract.simulation import Simulation, SimulationRequest
 from launcher.contract.train import GPT, Batch
 from launcher.planning.shapes import gpt_numel
 from launcher.simulation import run_simulation
 from launcher.specs.models import GptModel
 
+ROOT = Path(__file__).parents[2]
 MODEL = GPT(layers=48, hidden=1600, heads=25, seq_len=1024, vocab=51200)
 BIG = config(3, recompute="block", precision="bf16", gpt=MODEL, batch=Batch(micro=8, accumulation=1))
 BIG = replace(BIG, zero=replace(BIG.zero, bucket_bytes=25_000_000))
@@ -38,6 +43,26 @@ def test_the_last_of_4096_ranks() -> None:
     assert len(found.timeline.points) <= 600
     assert max(sum(point) for point in found.timeline.points) == found.peak_bytes
     assert found.memory_bytes < 500e6
+
+
+def test_memory_is_the_simulations_own() -> None:
+    """Whoever starts it may be large: what a process had held before exec is not what the simulation held."""
+    small = GPT(layers=2, hidden=64, heads=2, seq_len=32, vocab=64)
+    request = SimulationRequest(replace(BIG, gpt=small), 0, (1,), "gpu")
+    large = """
+import json, sys
+from launcher.contract.plain import from_plain
+from launcher.contract.simulation import SimulationRequest
+from launcher.simulation import run_simulation
+held = b"x" * 700_000_000
+del held
+print(run_simulation(from_plain(SimulationRequest, json.load(sys.stdin)), {}).memory_bytes)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", large], input=dumps(request), cwd=ROOT, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert 50e6 < int(done.stdout) < 500e6
 
 
 @pytest.mark.parametrize("activations", ["partitioned", "host"])
