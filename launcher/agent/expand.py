@@ -9,20 +9,21 @@ import os
 import re
 import sys
 import time
-from typing import Any, Dict
+from typing import Any, Dict, Mapping, Optional
 
 _NAME = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 
 
-def expand_path(path: str) -> str:
+def expand_path(path: str, environment: Optional[Mapping[str, str]] = None) -> str:
     """``~`` or ``~/…`` at the beginning and ``$NAME`` or ``${NAME}`` anywhere; everything else is literal.
 
+    Names are looked up in ``environment`` (left out: this process's own). A value is not expanded again.
     Raises ValueError for a name that is not set here, and for a path that is not absolute in the end.
     """
 
     def value(match: "re.Match[str]") -> str:
         name = match.group(1) or match.group(2)
-        found = os.environ.get(name)
+        found = (os.environ if environment is None else environment).get(name)
         if found is None and name in ("USER", "LOGNAME"):
             import pwd
 

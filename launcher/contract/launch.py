@@ -66,3 +66,4 @@ class LaunchSpec:
     resume_step: Optional[int] = None
     job_id: Optional[str] = None  # Slurm's, filled in when the script claims the attempt
     restart_count: int = 0
+    node_local: Optional[str] = None  # a folder of each node's own disk, not expanded: agent.expand does, after setup

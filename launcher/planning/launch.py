@@ -61,6 +61,7 @@ def launch_spec(
         warn_s=warn_seconds(plan.time_s, wish),
         stop_signal="USR2" if program is None else program.stop_signal,
         resume_step=resume_step,
+        node_local=cluster.paths.node_local,
     )
 
 

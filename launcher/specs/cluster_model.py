@@ -112,11 +112,11 @@ def _runs_problem(path: str) -> str | None:
 
 
 class Paths(Description):
-    """``runs``: empty (on the laptop cluster alone) means the home runs folder."""
-
-    NOT_BUILT: ClassVar[Mapping[str, str]] = {"node_local": "with shared: false, runs lies on each node"}
+    """``runs``: empty (on the laptop cluster alone) means the home runs folder. ``node_local`` is expanded by the
+    agent, inside the job and after ``setup``: only there ``$SLURM_TMPDIR`` and its like are set."""
 
     runs: Annotated[str, BeforeValidator(lambda v: "" if v == "" else values.checked(_runs_problem)(v))] = ""
+    node_local: Annotated[str, BeforeValidator(values.checked(_runs_problem))] | None = None
     shared: Flag = True
 
 

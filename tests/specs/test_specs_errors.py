@@ -47,7 +47,7 @@ slurm:
 nodes: {names: "gpu[01-25,x]", slots: 0, memory_per_slot: 120Gb, time_max: 24h30}
 device: {kind: tpu, memory: 32GiB, reserve: 40GiB, peak_flops: {bf61: 3T}, precisions: bf16}
 pools: {a100: {slots: 4}}
-paths: {runs: scratch/runs, node_local: /scratch}
+paths: {runs: scratch/runs, node_local: scratch}
 network: {between: 800Gb, ports: 5-70000}
 env: {RANK: "1", "A B": c, OK: }
 name: again
@@ -74,7 +74,7 @@ uni.yaml:9:65: unknown precision 'bf61' (did you mean 'bf16'?); accepted: fp64, 
 uni.yaml:9:88: a list was expected, not 'bf16'; accepted: [a, b]
 uni.yaml:10:1: 'pools' is not built yet; write slurm:, nodes: and device: at the top level
 uni.yaml:11:15: 'scratch/runs' is a relative path; accepted: an absolute one, or one beginning with ~ or $NAME
-uni.yaml:11:29: 'node_local' is not built yet; with shared: false, runs lies on each node
+uni.yaml:11:41: 'scratch' is a relative path; accepted: an absolute one, or one beginning with ~ or $NAME
 uni.yaml:12:20: '800Gb' is in bits without 'a second'; accepted: 800Gbps (bits), 300GB/s or 300GiB/s (bytes)
 uni.yaml:12:34: '5-70000': ports go upward from 1024 to 65535
 uni.yaml:13:7: RANK is set by the launcher and cannot be given
@@ -92,7 +92,7 @@ model: {kind: gpt, layers: 4, hiden: 3, hidden: 512, heads: 7, seq_len: 1e3}
 data: {text: python-stdlib, tokens: ../x, options: {a: 1}}
 zero: {stage: 4, bucket: 25}
 parallel: {tensor: 0}
-optimizer: {lr: -1, betas: [0.9], clip: 0, warmup: 500, groups: []}
+optimizer: {lr: -1, betas: [0.9], clip: 0, warmup: 500, groups: [{match: [x]}, {match: [], lr: 0}]}
 batch: {global: 30, micro: 8, accumulation: 2}
 steps: 300
 precision: fp8
@@ -120,7 +120,9 @@ gpt.yaml:9:17: -1 is out of range; accepted: more than 0
 gpt.yaml:9:28: a list of 1 was given; accepted: two numbers, [0.9, 0.95]
 gpt.yaml:9:41: 0 is out of range; accepted: more than 0
 gpt.yaml:9:52: warmup 500 is longer than steps 300
-gpt.yaml:9:57: 'groups' is not built yet
+gpt.yaml:9:66: a group changes nothing; write lr, weight_decay or both beside match
+gpt.yaml:9:88: match is empty; accepted: patterns of parameters' names, ["*.bias", "*norm*"]
+gpt.yaml:9:96: 0 is out of range; accepted: more than 0
 gpt.yaml:10:17: global 30 is not a multiple of micro 8
 gpt.yaml:10:31: write global or accumulation, not both: one follows from the other
 gpt.yaml:12:12: 'fp8' is not accepted; accepted: fp32, bf16, fp16
