@@ -185,7 +185,8 @@ class _Base:
             return value.unsqueeze(0)
         everyone = value.new_empty((self.size, *value.shape))
         self.traffic.control_bytes += value.numel() * value.element_size() * (self.size - 1)
-        self._blocking(what, lambda: dist.all_gather(list(everyone.unbind(0)), value, group=self.group))
+        # Into one tensor: a list would be a view a rank.
+        self._blocking(what, lambda: _all_gather()(everyone, value.unsqueeze(0), group=self.group))
         return everyone
 
     def broadcast(self, value: Tensor, source: int, what: str) -> None:
@@ -249,6 +250,11 @@ class PeerComm(_Base):
         return dist.irecv(value, self._global[source], group=self.group, tag=tag)
 
 
+def _all_gather() -> Any:
+    """Of equal tensors into one; torch renames it."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class _Added(_Waiting):
     out: Tensor
     summed: Tensor | None = None
@@ -266,8 +272,7 @@ class NativeComm(_Base):
         if self.size == 1:
             return _Waiting(self, what, [])
         self._count(flat)
-        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = call(flat, self._part(flat, self.rank), group=self.group, async_op=True)
+        work = _all_gather()(flat, self._part(flat, self.rank), group=self.group, async_op=True)
         return _Waiting(self, what, [(work, -1)])
 
     def reduce(self, flat: Tensor, out: Tensor, scratch: Tensor, what: str, *, add: bool = False) -> Pending:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from real_steps import config
@@ -14,6 +15,8 @@ from launcher.contract import partition
 from launcher.contract.plain import dumps
 from launcher.contract.simulation import Simulation, SimulationRequest
 from launcher.contract.train import GPT, Batch
+from launcher.engine.nothing import Nothing
+from launcher.engine.simulate import simulate
 from launcher.planning.shapes import gpt_numel
 from launcher.simulation import run_simulation
 from launcher.specs.models import GptModel
@@ -43,6 +46,26 @@ def test_the_last_of_4096_ranks() -> None:
     assert len(found.timeline.points) <= 600
     assert max(sum(point) for point in found.timeline.points) == found.peak_bytes
     assert found.memory_bytes < 500e6
+
+
+def test_operations_do_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise 4,096 ranks take longer than 400: a view a rank in one small message was a third of all calls."""
+    small = replace(BIG, gpt=GPT(layers=4, hidden=128, heads=2, seq_len=64, vocab=256))
+    counts = []
+    for nodes in (25, 256):
+        with monkeypatch.context() as patch:
+            seen = []
+            whole = Nothing.__torch_dispatch__
+
+            def counted(mode: Nothing, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append(function)  # noqa: B023
+                return whole(mode, function, types, args, kwargs)  # noqa: B023
+
+            patch.setattr(Nothing, "__torch_dispatch__", counted)
+            simulate(SimulationRequest(small, 16 * nodes - 1, (16,) * nodes, "gpu"))
+        counts.append(len(seen))
+    assert counts[0] > 1000
+    assert abs(counts[1] - counts[0]) < 0.05 * counts[0], counts
 
 
 def test_memory_is_the_simulations_own() -> None:
