@@ -27,7 +27,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from .train import Units
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
@@ -102,17 +104,24 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters of one dtype, group and trainability that are gathered, reduced and released together."""
+    """Parameters of one dtype, group and trainability that are gathered, reduced and released together.
+
+    ``modules`` are those whose forward uses it; without any it stays gathered from forward to backward. ``replicas``
+    groups of ``ranks`` hold it each; a shard divides by them too, because they sum it among themselves.
+    """
 
     name: str
     parameters: Tuple[Parameter, ...]
     ranks: int
-    bucket: int  # elements; a multiple of ranks
+    bucket: int  # elements; a multiple of ranks × replicas
     tensor: int = 1
+    modules: Tuple[str, ...] = ()
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        if self.bucket < self.ranks or self.bucket % self.ranks:
-            raise ValueError(f"unit {self.name}: a bucket of {self.bucket} does not divide over {self.ranks} ranks")
+        even = self.ranks * self.replicas
+        if self.bucket < even or self.bucket % even:
+            raise ValueError(f"unit {self.name}: a bucket of {self.bucket} does not divide over {even} ranks")
         kinds = {(p.dtype, p.group, p.trainable, p.is_split(self.tensor)) for p in self.parameters}
         if len(kinds) != 1:
             raise ValueError(f"unit {self.name} mixes dtypes, groups or trainability: {sorted(map(str, kinds))}")
@@ -152,8 +161,9 @@ class Unit:
 
     @cached_property
     def padded(self) -> int:
-        """Elements with the padding at the end: a multiple of ``ranks``."""
-        return -(-self.numel // self.ranks) * self.ranks
+        """Elements with the padding at the end: a multiple of ``ranks`` × ``replicas``."""
+        even = self.ranks * self.replicas
+        return -(-self.numel // even) * even
 
     @property
     def shard_numel(self) -> int:
@@ -195,11 +205,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layout:
-    """All units of one model on N data-parallel ranks × T tensor ranks: plain data, kept in manifests."""
+    """All units of one model on N ranks × T tensor ranks: plain data, kept in manifests.
+
+    N are the data-parallel ranks, or those of one of ``replicas`` groups of them. ``rule`` made the units.
+    """
 
     ranks: int
     tensor: int
     units: Tuple[Unit, ...]
+    replicas: int = 1
+    rule: Optional[Units] = None
 
     @cached_property
     def by_name(self) -> Dict[str, Parameter]:
@@ -224,24 +239,34 @@ class Layout:
 
 
 def build(
-    groups: Iterable[Tuple[str, Sequence[Parameter]]], *, ranks: int, bucket_bytes: int, tensor: int = 1
+    groups: Iterable[Tuple[str, Sequence[Parameter]]],
+    *,
+    ranks: int,
+    bucket_bytes: int,
+    tensor: int = 1,
+    replicas: int = 1,
+    rule: Optional[Units] = None,
+    modules: Optional[Mapping[str, Tuple[str, ...]]] = None,
 ) -> Layout:
-    """The layout of parameters that come grouped into named units, in the order of use.
+    """The layout of parameters that come grouped into named units (``contract.units``), in the order of use.
 
     A named unit whose parameters differ in dtype, optimizer group, trainability or in being split over
     tensor ranks is cut into one unit for each kind (``name``, ``name#1``, …), because only equal kinds
-    share a flat buffer.
+    share a flat buffer. ``modules`` tells of each name which modules use it.
     """
     units: List[Unit] = []
+    even = ranks * replicas
     for name, parameters in groups:
         kinds: Dict[Tuple[str, int, bool, bool], List[Parameter]] = {}
         for parameter in parameters:
             kind = (parameter.dtype, parameter.group, parameter.trainable, parameter.is_split(tensor))
             kinds.setdefault(kind, []).append(parameter)
+        users = (modules or {}).get(name, ())
         for index, members in enumerate(kinds.values()):
-            bucket = max(1, bucket_bytes // ITEM_BYTES[members[0].dtype] // ranks) * ranks
-            units.append(Unit(name if index == 0 else f"{name}#{index}", tuple(members), ranks, bucket, tensor))
-    return Layout(ranks, tensor, tuple(units))
+            bucket = max(1, bucket_bytes // ITEM_BYTES[members[0].dtype] // even) * even
+            own = name if index == 0 else f"{name}#{index}"
+            units.append(Unit(own, tuple(members), ranks, bucket, tensor, users, replicas))
+    return Layout(ranks, tensor, tuple(units), replicas, rule)
 
 
 def stored_dtype(dtype: str) -> str:

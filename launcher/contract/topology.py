@@ -2,7 +2,8 @@
 
 Ranks are numbered node by node, in the order in which nodes were named. With tensor parallelism of
 degree T the T ranks of one tensor group are neighbours (``rank // T`` is the data rank), so that a
-group stays inside a node whenever the node's slots are a multiple of T.
+group stays inside a node whenever the node's slots are a multiple of T. With R replicas the data-parallel
+ranks fall into R groups of neighbours, each of which holds everything once, partitioned inside.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from typing import Tuple
 
 @dataclass(frozen=True)
 class Topology:
-    """``slots[i]`` ranks stand on node ``i``; ``tensor`` divides the world size."""
+    """``slots[i]`` ranks stand on node ``i``; ``tensor`` divides the world size, ``replicas`` what is left of it."""
 
     slots: Tuple[int, ...]
     tensor: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if not self.slots or any(n < 1 for n in self.slots):
             raise ValueError(f"every node needs at least one slot, not {self.slots}")
         if self.tensor < 1 or sum(self.slots) % self.tensor:
             raise ValueError(f"{sum(self.slots)} ranks cannot form tensor groups of {self.tensor}")
+        if self.replicas < 1 or sum(self.slots) // self.tensor % self.replicas:
+            raise ValueError(f"{sum(self.slots) // self.tensor} data-parallel ranks cannot form {self.replicas} equal replicas")
         # The first rank of each node, and the world size at the end.
         object.__setattr__(self, "_first", (0, *accumulate(self.slots)))
 
@@ -39,8 +43,13 @@ class Topology:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks over which ZeRO partitions: the world size divided by the tensor degree."""
+        """Ranks that train on samples of their own: the world size divided by the tensor degree."""
         return self.world_size // self.tensor
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which ZeRO partitions: all data-parallel ones, or those of one replica."""
+        return self.data_parallel // self.replicas
 
     def node_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
@@ -67,3 +76,21 @@ class Topology:
     def data_group(self, rank: int) -> range:
         """The ranks that hold shards of the same pieces."""
         return range(self.tensor_rank(rank), self.world_size, self.tensor)
+
+    def replica(self, rank: int) -> int:
+        """Which replica a rank belongs to."""
+        return self.data_rank(rank) // self.shard_ranks
+
+    def shard_rank(self, rank: int) -> int:
+        """Which shard a rank holds, in its replica."""
+        return self.data_rank(rank) % self.shard_ranks
+
+    def shard_group(self, rank: int) -> range:
+        """The ranks over which this one's pieces are partitioned: its data group inside its replica."""
+        first = self.replica(rank) * self.shard_ranks * self.tensor + self.tensor_rank(rank)
+        return range(first, first + self.shard_ranks * self.tensor, self.tensor)
+
+    def replica_group(self, rank: int) -> range:
+        """The ranks that hold the same shard of the same pieces, one in each replica."""
+        stride = self.shard_ranks * self.tensor
+        return range(rank % stride, self.world_size, stride)

@@ -39,11 +39,25 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Units:
+    """Which modules stage 3 gathers together (``contract.units``): exactly one of the three is given."""
+
+    classes: Tuple[str, ...] = ()
+    names: Tuple[str, ...] = ()  # patterns of modules' names
+    size_bytes: Optional[int] = None
+
+
+@dataclass(frozen=True)
 class Zero:
     stage: int
     bucket_bytes: int = 25_000_000
     gradient_dtype: str = "fp32"
     reduce_every: Optional[str] = None  # micro_step | step; None: step at stages 0 and 1, micro_step at 2 and 3
+    unit: Optional[Units] = None  # None: each block
+    reshard: str = "keep_last"  # stage 3 after forward: keep_last | after_forward | keep
+    prefetch: int = 1  # units gathered ahead of use at stage 3
+    replicas: int = 1  # groups of data-parallel ranks that each hold everything once, partitioned inside
+    reduce_with: str = "ordered"  # ordered | native: at stage 0, the library's own all-reduce
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,15 @@ class SGD:
     warmup: int = 0
     schedule: str = "cosine"
     lr_floor: float = 0.1
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters whose name matches (``contract.groups``) train with these instead of the optimizer's own."""
+
+    match: Tuple[str, ...]
+    lr: Optional[float] = None  # at the height of the schedule, which all groups share
+    weight_decay: Optional[float] = None
 
 
 @dataclass(frozen=True)
@@ -118,4 +141,6 @@ class TrainConfig:
     activations: str = "whole"  # where what recompute stores waits: whole | partitioned | host
     split: Dict[str, str] = field(default_factory=dict)
     """A factory model's layers at a tensor degree above 1: name pattern → column | column/3 | row | vocabulary."""
+    groups: Tuple[ParameterGroup, ...] = ()
+    group_function: Optional[str] = None  # or ``module:function`` of the model that gives them
     policy: str = "zero"  # which engine trains; others stand beside ours later

@@ -12,12 +12,12 @@ from .data_model import Data
 from .description import Description
 from .device_model import Device
 from .job_model import Batch, Code, Evaluate, Job, Parallel
-from .optimizer_model import Optimizer
+from .optimizer_model import Optimizer, OptimizerGroup
 from .program_model import Program
 from .slurm_model import Login, Slurm
 from .trained_model import FactoryModel, GptModel
 from .values import Bytes, Rate, Seconds
-from .zero_model import Zero
+from .zero_model import Units, Zero
 
 __all__ = [
     "Batch",
@@ -37,6 +37,7 @@ __all__ = [
     "NodeEntry",
     "Nodes",
     "Optimizer",
+    "OptimizerGroup",
     "Parallel",
     "Paths",
     "Program",
@@ -44,5 +45,6 @@ __all__ = [
     "Seconds",
     "Slurm",
     "Ssh",
+    "Units",
     "Zero",
 ]
