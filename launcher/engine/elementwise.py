@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from ..contract.errors import UsageError
 from ..contract.train import SGD, AdamW
 from .flat import Run
+from .groups import Group
 from .optim import LANES, FlatAdamW, FlatOptimizer, FlatSGD, Pieces, sgd_moments
-from .units import Group
 
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",

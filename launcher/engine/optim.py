@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..contract.train import SGD, AdamW
 from .flat import Run
-from .units import Group
+from .groups import Group
 
 LANES = 16  # fp32 in 512 bits
 

@@ -22,16 +22,9 @@ from ..contract.errors import UsageError
 from ..contract.partition import Layout, Parameter
 from ..contract.plain import to_plain
 from .comm import Comm, gather_bytes
+from .groups import Group, Groups, settle
 from .precision import working_dtype
 from .tensor_parallel import split_of
-
-
-@dataclass(frozen=True)
-class Group:
-    """What a group of parameters trains with; ``lr_scale`` multiplies the engine's learning rate."""
-
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
 
 
 @dataclass
@@ -51,11 +44,13 @@ def describe(
     *,
     ranks: int,
     bucket_bytes: int,
-    groups: Sequence[Mapping[str, Any]] | None = None,
+    groups: Groups = None,
+    lr: float = 1.0,
     precision: str = "fp32",
     tensor: int = 1,
 ) -> Model:
-    """The partition of ``module`` over ``ranks``, held in ``precision``; ``groups`` as ``ZeroEngine`` takes them.
+    """The partition of ``module`` over ``ranks``, held in ``precision``; ``groups`` as ``ZeroEngine`` takes them,
+    whose rates are held against ``lr``.
 
     ``tensor`` is the degree at which the module's layers were cut (``engine.tensor_parallel``).
 
@@ -68,7 +63,7 @@ def describe(
         tensors[id(value)] = value
     if not names:
         raise UsageError("the model has no parameters")
-    group_of, settings = _groups(groups, tensors, names)
+    group_of, settings = settle(groups, module, names, lr)
     homes = {prefix: child for prefix, child in blocks(module)}
     named: list[tuple[str, list[Parameter], nn.Module | None]] = []
     run: str | None = None
@@ -134,32 +129,6 @@ def _run_name(parameter: str, named: Sequence[tuple[str, list[Parameter], nn.Mod
     while name in taken:
         name, count = f"{base}-{count}", count + 1
     return name
-
-
-def _groups(
-    groups: Sequence[Mapping[str, Any]] | None, tensors: Mapping[int, nn.Parameter], names: Mapping[int, list[str]]
-) -> tuple[dict[int, int], list[Group]]:
-    if not groups:
-        return {}, [Group()]
-    by_name = {alias: key for key, aliases in names.items() for alias in aliases}
-    group_of: dict[int, int] = {}
-    settings = [Group()]
-    for entry in groups:
-        unknown = sorted(set(entry) - {"params", "lr_scale", "weight_decay"})
-        if unknown or "params" not in entry:
-            raise UsageError(
-                f"a parameter group has the key {unknown[0]!r}" if unknown else "a parameter group has no 'params'",
-                hint="a group is {params: names or tensors, lr_scale: 1.0, weight_decay: …}",
-            )
-        settings.append(Group(float(entry.get("lr_scale", 1.0)), entry.get("weight_decay")))
-        for item in entry["params"]:
-            key = by_name.get(item) if isinstance(item, str) else id(item)
-            if key is None or key not in tensors:
-                raise UsageError(f"a parameter group names {item!r:.80}, which is no parameter of the model")
-            if key in group_of:
-                raise UsageError(f"parameter {names[key][0]} is in two groups")
-            group_of[key] = len(settings) - 1
-    return group_of, settings
 
 
 def agree(comm: Comm, layout: Layout, device: torch.device) -> None:

@@ -36,6 +36,7 @@ from .deferred import NotDeferred, Recording, record
 from .elementwise import Choice, Chosen
 from .flat import STAGES, FlatUnit
 from .gathering import Gathering
+from .groups import Groups, of_config
 from .norm import NormPlan
 from .precision import LossScale, gradient_dtype, working_dtype
 from .ranks import Ranks
@@ -64,8 +65,9 @@ class ZeroEngine:
     ``model`` may be a function that builds it: its large parameters are then made one by one, sliced and
     dropped, so that no rank ever holds the whole (``engine.deferred``); ``device`` says where to.
 
-    ``config`` is an :class:`EngineConfig`, a ``TrainConfig`` or a mapping. ``groups`` gives parameters
-    (names or tensors) settings of their own: ``[{"params": […], "weight_decay": 0.0, "lr_scale": 0.1}]``.
+    ``config`` is an :class:`EngineConfig`, a ``TrainConfig`` or a mapping. ``groups`` gives parameters settings of
+    their own (``engine.groups``): ``[{"match": ["*.bias"], "weight_decay": 0.0, "lr": 1e-4}]``. ``lr`` may be set
+    before any step; where it is x times the config's, every group trains at x times its own.
     ``comm`` replaces the way to communicate, for tests. ``ranks`` names the groups of a tensor-parallel
     model, whose layers were built with ``ranks.tensor``: ZeRO partitions over ``ranks.data``. ``optimizer``, an
     element-wise class of ``torch.optim`` or a function of parameter groups, takes the place of the config's
@@ -77,7 +79,7 @@ class ZeroEngine:
         self,
         model: nn.Module | Callable[[], nn.Module],
         config: ConfigLike,
-        groups: Sequence[Mapping[str, Any]] | None = None,
+        groups: Groups = None,
         *,
         comm: Comm | None = None,
         device: torch.device | None = None,
@@ -97,7 +99,8 @@ class ZeroEngine:
         alone = self.comm.size == 1
         self.stage = STAGES[0 if alone else self.config.zero.stage]
         self._every_micro_step = self.config.reduces_every_micro_step and not alone
-        described = self._build(model, groups, device)
+        self.lr = chosen.lr
+        described = self._build(model, of_config(config) if groups is None else groups, device)
         self._synchronise_buffers("first buffers")
         self.gathering: Gathering | None = None
         if self.stage.shards_parameters:
@@ -108,7 +111,6 @@ class ZeroEngine:
         self.flow = GradientFlow(self.units, self.comm, every_micro_step=self._every_micro_step)
         self.norm = NormPlan(self.units, self.comm, self.ranks.tensor)
         self.loss_scale = LossScale.of(self.config.precision)
-        self.lr = chosen.lr
         self.micro_step = 0
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._hook(number, index))  # type: ignore[no-untyped-call]
@@ -120,7 +122,7 @@ class ZeroEngine:
     def _build(
         self,
         model: nn.Module | Callable[[], nn.Module],
-        groups: Sequence[Mapping[str, Any]] | None,
+        groups: Groups,
         device: torch.device | None,
     ) -> Model:
         """The model, its partition and its flat units, from a module or a function that builds one."""
@@ -147,9 +149,7 @@ class ZeroEngine:
         self._flatten(described, recording)
         return described
 
-    def _describe(
-        self, model: nn.Module, groups: Sequence[Mapping[str, Any]] | None, device: torch.device | None
-    ) -> Model:
+    def _describe(self, model: nn.Module, groups: Groups, device: torch.device | None) -> Model:
         self.model = model
         zero = self.config.zero
         described = describe(
@@ -157,6 +157,7 @@ class ZeroEngine:
             ranks=self.comm.size,
             bucket_bytes=zero.bucket_bytes,
             groups=groups,
+            lr=self.lr,
             precision=self.config.precision,
             tensor=self.ranks.degree,
         )

@@ -174,6 +174,7 @@ def _layout(job: Job, model: GptModel, topology: Topology) -> Layout:
         bucket_bytes=_need(job, job.zero, "zero").bucket,
         tensor=topology.tensor,
         precision=job.precision,
+        groups=tuple(group.match for group in job.optimizer.groups) if job.optimizer else (),
     )
 
 
@@ -204,6 +205,8 @@ def _train_config(job: Job, cluster: Cluster, topology: Topology, kept: int | No
         recompute=job.recompute,
         activations=job.activations,
         split=dict(job.parallel.split),
+        groups=_groups(job),
+        group_function=job.groups,
     )
 
 
@@ -251,6 +254,11 @@ def _optimizer(optimizer: Optimizer) -> train.AdamW | train.SGD:
         warmup=optimizer.warmup,
         schedule=optimizer.schedule,
     )
+
+
+def _groups(job: Job) -> tuple[train.ParameterGroup, ...]:
+    groups = job.optimizer.groups if job.optimizer else ()
+    return tuple(train.ParameterGroup(group.match, group.lr, group.weight_decay) for group in groups)
 
 
 def _data(data: Data) -> train.Data:

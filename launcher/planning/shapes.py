@@ -7,10 +7,11 @@ whole on every rank. ``engine.tensor_gpt`` is the model; a test holds the two ag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from ..contract import groups as patterns
 from ..contract import partition
 from ..specs.models import GptModel, Job
 from .reasons import Reason
@@ -57,22 +58,29 @@ class Shapes:
         return self.tokens * self.hidden * self.item
 
 
+Patterns = tuple[tuple[str, ...], ...]
+
+
 def gpt_layout(
-    model: GptModel, *, ranks: int, bucket_bytes: int, tensor: int = 1, precision: str = "fp32"
+    model: GptModel, *, ranks: int, bucket_bytes: int, tensor: int = 1, precision: str = "fp32", groups: Patterns = ()
 ) -> partition.Layout:
-    """The reference GPT's partition over ``ranks`` data-parallel ranks: what the engine builds, without torch."""
+    """The reference GPT's partition over ``ranks`` data-parallel ranks: what the engine builds, without torch.
+    ``groups`` are the patterns of ``optimizer.groups``, which share no flat buffer."""
     sizes = (model.layers, model.hidden, model.seq_len, model.vocab)
-    return _layout(sizes, ranks, bucket_bytes, tensor, DTYPES[precision])
+    return _layout(sizes, ranks, bucket_bytes, tensor, DTYPES[precision], groups)
 
 
 @lru_cache(maxsize=64)
 def _layout(
-    sizes: tuple[int, int, int, int], ranks: int, bucket_bytes: int, tensor: int, dtype: str
+    sizes: tuple[int, int, int, int], ranks: int, bucket_bytes: int, tensor: int, dtype: str, given: Patterns
 ) -> partition.Layout:
     groups = partition.gpt_parameters(*sizes)
+    if given:
+        numbers = iter(patterns.assign([[p.name] for _, row in groups for p in row], given))
+        groups = [(unit, [replace(p, group=next(numbers)) for p in row]) for unit, row in groups]
     if tensor > 1 or dtype != "float32":
         groups = [
-            (unit, [partition.Parameter(p.name, p.shape, dtype, **(_cut(p.name) if tensor > 1 else {})) for p in row])
+            (unit, [replace(p, dtype=dtype, **(_cut(p.name) if tensor > 1 else {})) for p in row])
             for unit, row in groups
         ]
     return partition.build(groups, ranks=ranks, bucket_bytes=bucket_bytes, tensor=tensor)

@@ -16,13 +16,14 @@ from .description import Description
 from .device_model import PRECISIONS
 from .environment import Env, Secrets
 from .mistakes import Mistake, shown, wrong
-from .optimizer_model import Optimizer
+from .optimizer_model import Optimizer, group_mistakes
 from .program_model import Program
 from .trained_model import ModelField
 from .values import (
     LIST,
     Bytes,
     Count,
+    FactoryName,
     Line,
     SlurmTime,
     Whole,
@@ -71,15 +72,29 @@ class Evaluate(Description):
 
 
 class Code(Description):
-    """What is shipped: ``root`` (left out: the job file's git root), without ``exclude``, at most ``limit``."""
+    """What is shipped: ``root`` (left out: the job file's git root), without ``exclude``, at most ``limit``.
+
+    ``include`` are files that travel although git or ``.zerunignore`` ignores them.
+    """
 
     root: Line | None = None
+    include: Annotated[tuple[Line, ...], LIST] = ()
     exclude: Annotated[tuple[Line, ...], LIST] = ()
     limit: Annotated[Bytes, values.at_least(1)] = 50_000_000
 
 
 _ENGINE_KEYS = ("model", "data", "zero", "optimizer", "batch", "steps")
-_ENGINE_ONLY = (*_ENGINE_KEYS, "parallel", "precision", "evaluate", "recompute", "activations", "checkpoint", "seed")
+_ENGINE_ONLY = (
+    *_ENGINE_KEYS,
+    "groups",
+    "parallel",
+    "precision",
+    "evaluate",
+    "recompute",
+    "activations",
+    "checkpoint",
+    "seed",
+)
 
 
 def _slots(value: Any) -> int | Literal["all"]:
@@ -105,13 +120,12 @@ class Job(Description):
     """Either ``program``, or the engine's keys: ``model``, ``data``, ``zero``, ``optimizer``, ``batch``, ``steps``."""
 
     NOT_BUILT: ClassVar[Mapping[str, str]] = {
-        "pool": "the cluster has one kind of node",
         "outputs": "logs, metrics and checkpoints are collected",
-        "groups": "",
         "foreign": "",
     }
 
     name: Name
+    pool: Word | None = None
     nodes: Count = 1
     slots_per_node: Annotated[int | Literal["all"], BeforeValidator(_slots)] = "all"
     time: SlurmTime | None = None
@@ -122,6 +136,7 @@ class Job(Description):
     parallel: Parallel = Parallel()
     precision: Annotated[Literal["fp32", "bf16", "fp16"], choice(*PRECISIONS)] = "fp32"
     optimizer: Optimizer | None = None
+    groups: FactoryName | None = None
     batch: Batch | None = None
     steps: Count | None = None
     seed: Whole = 0
@@ -190,6 +205,7 @@ def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
         yield Mistake(
             ("parallel", "split"), "split goes with a model of your own; the reference model knows its cuts", True
         )
+    yield from group_mistakes(part("optimizer"), part("model"), given.get("groups"))
     yield from _activation_mistakes(given, part("model"), part("parallel"))
     if (
         given.get("evaluate") is not None
