@@ -10,7 +10,7 @@ from .plan import Alive, Plan, StepLine
 from .step import SLACK_PER_MILLE
 from .verdict import judge
 
-_NAMES = {
+NAMES = {
     "gathered": "gathered parameters",
     "buckets": "communication buckets",
     "norm": "norm of the gradient",
@@ -35,7 +35,7 @@ def step_lines(simulation: Simulation) -> list[StepLine]:
     for what in simulation.timeline.categories:
         forward, backward, update = (held.get(phase, {}).get(what, 0) for phase in ("forward", "backward", "update"))
         alive = Alive(forward, backward, update)
-        lines.append(StepLine.of(_NAMES.get(what, what), alive, "simulated"))
+        lines.append(StepLine.of(NAMES.get(what, what), alive, "simulated"))
     return [line for line in lines if line.bytes] + [_slack(simulation, held)]
 
 

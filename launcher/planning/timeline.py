@@ -7,6 +7,7 @@ from xml.sax.saxutils import escape
 
 from ..contract.simulation import Simulation
 from .memory import readable
+from .simulated import NAMES
 
 _COLOURS = {
     "parameters": "#4269d0",
@@ -18,8 +19,10 @@ _COLOURS = {
     "activations": "#efb118",
     "recomputed": "#ff8ab7",
     "temporaries": "#ff725c",
+    "host": "#e8e0c0",
 }
-_WIDTH, _HEIGHT, _LEFT, _TOP, _KEY = 960, 380, 80, 56, 150
+_LEFT, _TOP, _WIDTH, _HEIGHT, _KEY = 76, 64, 690, 340, 226
+_QUIET = "#555555"
 
 
 def timeline_svg(simulation: Simulation, title: str, device_bytes: int | None = None) -> str:
@@ -27,24 +30,35 @@ def timeline_svg(simulation: Simulation, title: str, device_bytes: int | None = 
     timeline = simulation.timeline
     totals = [sum(point) for point in timeline.points]
     most = max([*totals, 1])
-    top = most * 1.05
+    step = _round_step(most)
+    top = most * 1.1  # room for the words at the peak
     if device_bytes is not None and device_bytes <= 2 * most:
-        top = max(top, device_bytes * 1.05)
+        top = max(top, device_bytes * 1.1)
+    width, height = _LEFT + _WIDTH + _KEY, _TOP + _HEIGHT + 46
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + _KEY} {_TOP + _HEIGHT + 40}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="20" font-size="15">{escape(title)}</text>',
-        f'<text x="{_LEFT}" y="38" fill="#555555">rank {simulation.rank} of {simulation.world_size}; peak '
-        f"{readable(simulation.peak_bytes)} in {escape(simulation.peak_phase)}</text>",
+        f'<text x="{_LEFT}" y="22" font-size="16">{escape(title)}</text>',
+        f'<text x="{_LEFT}" y="42" fill="{_QUIET}">tensors of one step on rank {simulation.rank} of '
+        f"{simulation.world_size}, simulated</text>",
         *_areas(timeline.points, timeline.categories, top),
         *_marks(timeline.marks, len(timeline.points)),
-        *_axis(top),
+        *_axis(top, step),
         *_key(simulation),
     ]
     if device_bytes is not None and device_bytes <= top:
-        parts.append(_line(_y(device_bytes, top), "#c00000", f"device {readable(device_bytes)}"))
+        parts.append(_device(_y(device_bytes, top), f"device: {readable(device_bytes)}"))
+    parts += _peak(totals, simulation, top)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _round_step(most: int) -> int:
+    """Between lines of the axis: 1, 2, 2.5 or 5 times a power of ten, four to eight of them below ``most``."""
+    unit = 1
+    while unit * 100 < most:
+        unit *= 10
+    return next(int(unit * times) for times in (1, 2, 2.5, 5, 10, 20, 25, 50) if most / (unit * times) <= 8)
 
 
 def _x(at: float, count: int) -> float:
@@ -75,33 +89,51 @@ def _step(at: int, count: int, size: int, top: float) -> list[str]:
 
 
 def _marks(marks: Sequence[tuple[int, str]], count: int) -> Iterator[str]:
-    """Where phases begin; those that last too short for a word have none."""
+    """Where phases begin, of those that last long enough to be seen or that end the step."""
     ends = [at for at, _ in marks[1:]] + [count]
-    for (at, phase), end in zip(marks, ends, strict=True):
-        x = _x(at, count)
-        yield f'<path d="M{x:.1f} {_TOP}V{_TOP + _HEIGHT}" stroke="#555555" stroke-dasharray="3 3"/>'
-        if end - at > count / 20:
-            yield f'<text x="{x + 3:.1f}" y="{_TOP + _HEIGHT + 16}" fill="#555555">{escape(phase)}</text>'
+    bottom, free = _TOP + _HEIGHT, 0.0
+    for number, ((at, phase), end) in enumerate(zip(marks, ends, strict=True)):
+        x, words = _x(at, count), 7.5 * len(phase)
+        if end - at < count / 60 and number < len(marks) - 1:
+            continue
+        yield f'<path d="M{x:.1f} {_TOP}V{bottom + 6}" stroke="{_QUIET}" stroke-dasharray="3 3"/>'
+        left = min(x + 3, _LEFT + _WIDTH - words)
+        if left >= free and left + words <= max(_x(end, count), _LEFT + _WIDTH * (number == len(marks) - 1)):
+            yield f'<text x="{left:.1f}" y="{bottom + 18}" fill="{_QUIET}">{escape(phase)}</text>'
+            free = left + words
 
 
-def _axis(top: float) -> Iterator[str]:
-    yield f'<path d="M{_LEFT} {_TOP}V{_TOP + _HEIGHT}H{_LEFT + _WIDTH}" fill="none" stroke="#000000"/>'
-    for share in range(1, 5):
-        size = int(top * share / 4)
+def _axis(top: float, step: int) -> Iterator[str]:
+    bottom = _TOP + _HEIGHT
+    yield f'<path d="M{_LEFT} {_TOP}V{bottom}H{_LEFT + _WIDTH}" fill="none" stroke="#000000"/>'
+    for size in range(0, int(top) + 1, step):
         y = _y(size, top)
-        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{readable(size)}</text>'
-        yield f'<path d="M{_LEFT} {y:.1f}H{_LEFT + _WIDTH}" stroke="#000000" stroke-opacity="0.12"/>'
+        yield f'<text x="{_LEFT - 8}" y="{y + 4.5:.1f}" text-anchor="end">{readable(size) if size else 0}</text>'
+        yield f'<path d="M{_LEFT} {y:.1f}H{_LEFT + _WIDTH}" stroke="#000000" stroke-opacity="0.15"/>'
     yield (
-        f'<text x="{_LEFT + _WIDTH}" y="{_TOP + _HEIGHT + 32}" text-anchor="end" fill="#555555">'
-        "one step, in the order in which memory comes and goes</text>"
+        f'<text x="{_LEFT + _WIDTH}" y="{bottom + 38}" text-anchor="end" fill="{_QUIET}">'
+        "one step, in the order in which memory comes and goes (not in time)</text>"
     )
 
 
-def _line(y: float, colour: str, words: str) -> str:
+def _device(y: float, words: str) -> str:
     return (
-        f'<path d="M{_LEFT} {y:.1f}H{_LEFT + _WIDTH}" stroke="{colour}" stroke-width="1.5"/>'
-        f'<text x="{_LEFT + 6}" y="{y - 4:.1f}" fill="{colour}">{escape(words)}</text>'
+        f'<path d="M{_LEFT} {y:.1f}H{_LEFT + _WIDTH}" stroke="#c00000" stroke-width="1.5"/>'
+        f'<text x="{_LEFT + _WIDTH - 4}" y="{y - 5:.1f}" text-anchor="end" fill="#c00000">{escape(words)}</text>'
     )
+
+
+def _peak(totals: Sequence[int], simulation: Simulation, top: float) -> list[str]:
+    """A dot at the largest moment, a line down from it, and its size in words beside it."""
+    at = max(range(len(totals)), key=totals.__getitem__, default=0)
+    x, y = _x(at + 0.5, len(totals)), _y(simulation.peak_bytes, top)
+    right = x < _LEFT + _WIDTH * 0.6
+    return [
+        f'<path d="M{x:.1f} {y:.1f}V{_TOP + _HEIGHT}" stroke="#000000" stroke-opacity="0.6"/>',
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>',
+        f'<text x="{x + 8 if right else x - 8:.1f}" y="{y - 5:.1f}" text-anchor="{"start" if right else "end"}" '
+        f'font-weight="bold">peak {readable(simulation.peak_bytes)}, in {escape(simulation.peak_phase)}</text>',
+    ]
 
 
 def _key(simulation: Simulation) -> Iterator[str]:
@@ -109,8 +141,10 @@ def _key(simulation: Simulation) -> Iterator[str]:
     held = {h.what: h.bytes for h in simulation.peak_holds}
     columns = zip(simulation.timeline.categories, zip(*simulation.timeline.points, strict=True), strict=True)
     names = [name for name, column in columns if any(column)]
+    left = _LEFT + _WIDTH + 16
+    yield f'<text x="{left}" y="{_TOP + 4}" fill="{_QUIET}">held at the peak</text>'
     for row, name in enumerate(reversed(names)):
-        y = _TOP + 8 + 34 * row
-        yield f'<rect x="{_LEFT + _WIDTH + 12}" y="{y}" width="12" height="12" fill="{_COLOURS.get(name, "#888888")}"/>'
-        yield f'<text x="{_LEFT + _WIDTH + 30}" y="{y + 10}">{escape(name)}</text>'
-        yield f'<text x="{_LEFT + _WIDTH + 30}" y="{y + 24}" fill="#555555">{readable(held.get(name, 0))}</text>'
+        y = _TOP + 16 + 36 * row
+        yield f'<rect x="{left}" y="{y}" width="13" height="13" fill="{_COLOURS.get(name, "#888888")}"/>'
+        yield f'<text x="{left + 20}" y="{y + 11}">{escape(NAMES.get(name, name))}</text>'
+        yield f'<text x="{left + 20}" y="{y + 27}" fill="{_QUIET}">{readable(held.get(name, 0))}</text>'

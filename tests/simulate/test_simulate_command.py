@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from launcher.planning.memory import readable
+
 ROOT = Path(__file__).parents[2]
 JOB = """
 name: own
@@ -93,6 +95,10 @@ def test_a_model_of_ones_own(folder: Path) -> None:
     root = ElementTree.parse(folder / "step.svg").getroot()
     drawn = {t.text for t in root.iter("{http://www.w3.org/2000/svg}title")}
     assert {"parameters", "optimizer", "gathered", "activations"} <= drawn
+    words = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [w for w in words if w.startswith("peak ")] == [f"peak {readable(told['peak_bytes'])}, in backward"]
+    assert {"0", "forward", "backward", "update", "gathered parameters"} <= set(words)
+    assert len([w for w in words if w.endswith(" kB") and float(w[:-3]) % 1 == 0]) >= 3, "an axis of round numbers"
     assert not (folder / "runs").exists()
 
 
