@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .attempts import Attempts, Source, not_known, one_folder, remembered, take_attempt
+from .attempts import Attempts, Source, keep_code, not_known, one_folder, remembered, take_attempt
 from .bundles import Bundle, runtime_bundle
 from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
@@ -166,7 +166,7 @@ class App:
         check_engine(plan)
         refuse_what_cannot_fit(plan, force=force)
         secret_values = read_secrets(loaded_job.secrets)
-        code = self.attempts.code(job.resolve().parent, loaded_job)
+        code = self.attempts.code(job.resolve().parent, loaded_job, secret_values)
         backend = self.attempts.open(loaded_cluster, runtime_bundle())
         try:
             run_name = self.store.new_name(plan.job_name, datetime.datetime.now())
@@ -185,12 +185,14 @@ class App:
             places = backend.places()  # connects: nothing is written for a cluster that does not answer
             run = self.store.create(run_name, about)
             source = Source(loaded_job, loaded_cluster, plan, code)
+            keep_code(run, code)
             with run.making():
                 launch = self.attempts.launch(source, run_name, 1, one_folder(places), resume_step=None)
                 run, handle = self.attempts.send(backend, run, source, launch, secret_values)
         finally:
+                moved = "" if loaded_cluster.local else "sent" if backend.sent(code.name) else "already there"
             backend.close()
-        return Submitted(run.name, 1, handle, (code.sentence(), *code.notes))
+        return Submitted(run.name, 1, handle, (code.sentence(moved), *code.notes, *plan.remarks))
 
     # --- watch ------------------------------------------------------------------------------------
 
@@ -382,7 +384,7 @@ class App:
 
         loaded = self.store.load(self.resolve(run))
         job = specs.job_from_plain(loaded.about["job"], sets)
-        cluster = specs.cluster_from_plain(loaded.about["cluster"])
+        cluster = specs.moved(specs.cluster_from_plain(loaded.about["cluster"]), job.pool)
         secret_values = read_secrets(job.secrets)
         backend = self.attempts.open(cluster, runtime_bundle())
         try:

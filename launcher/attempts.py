@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bundles import Bundle, CodeBundle, code_bundle, runtime_bundle
+from .bundles import Bundle, CodeBundle, Wish, code_bundle, runtime_bundle
 from .contract.errors import Interrupted, Refused, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
 from .contract.plain import dumps, to_plain, write_atomically
@@ -66,9 +66,11 @@ class Attempts:
             runtime = runtime_bundle()
         return self.open(specs.cluster_from_plain(run.about["cluster"]), runtime)
 
-    def code(self, folder: Path, job: Job) -> CodeBundle:
+    def code(self, folder: Path, job: Job, hidden: Mapping[str, str] | None = None) -> CodeBundle:
+        """The job's tree. ``hidden`` are the values of its secrets, which the kept diff must not show."""
         said = job.code
-        code = code_bundle(folder, root=said.root, exclude=said.exclude, limit=said.limit, without=self.store.root)
+        wish = Wish(said.include, said.exclude)
+        code = code_bundle(folder, root=said.root, wish=wish, limit=said.limit, without=self.store.root, secrets=hidden)
         for key in ("tokens", "heldout"):
             path = getattr(job.data, key, None)
             if path is not None and not path.startswith("/") and not code.holds(path):
@@ -236,6 +238,13 @@ def forget_secrets(backend: Backend, run: Run, attempt: int) -> None:
         request = {"run_dir": str(RunFolder.at(place.runs, run.name).root), "attempt": attempt, "grace_s": 0}
         with contextlib.suppress(ZerunError):  # nothing of the attempt is there, or nobody answers: it has ended
             backend.call(place, "stop", request)
+
+
+def keep_code(run: Run, code: CodeBundle) -> None:
+    """``code.json`` and ``code.diff`` in the run's folder at home: which code this was. Its bytes are in ``.blobs``."""
+    write_atomically(run.folder / "code.json", dumps(code.about()))
+    if code.diff:
+        write_atomically(run.folder / "code.diff", code.diff, mode=0o600)
 
 
 def take_attempt(run: Run, attempt: int) -> None:

@@ -56,6 +56,7 @@ class Caller:
     _looks: dict[str, Look] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
+    sent: set[str] = field(default_factory=set)  # names of blobs that some machine lacked
 
     @property
     def runtime_name(self) -> str:
@@ -103,12 +104,12 @@ class Caller:
         with self._guard:
             self._looks[transport.name] = look
 
-    @staticmethod
-    def _put(transport: Transport, look: Look, blobs: Mapping[str, bytes]) -> None:
+    def _put(self, transport: Transport, look: Look, blobs: Mapping[str, bytes]) -> None:
         for name, data in blobs.items():
             if name not in look.have:
                 digest, dot, suffix = name.partition(".")
                 transport.put(data, str(blob(look.runs, digest, dot + suffix)))
+                self.sent.add(name)
 
     def argv(self, transport: Transport, verb: str) -> list[str]:
         runs = self.ready(transport)

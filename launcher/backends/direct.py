@@ -35,6 +35,9 @@ class DirectBackend:
 
     # --- places -----------------------------------------------------------------------------------
 
+    def sent(self, blob: str) -> bool:
+        return blob in self._caller.sent
+
     def places(self) -> Sequence[Place]:
         """One a node, or a single one where the filesystem is shared. A node that does not answer still has its
         place, so that whoever asks there hears of it; only when none answers is that an error here."""

@@ -85,6 +85,9 @@ class Finding:
 class Backend(Protocol):
     name: Literal["slurm", "direct"]
 
+    def sent(self, blob: str) -> bool:
+        """Whether this blob (``<sha256>.tar.gz``) had to be sent to some machine; the others had it already."""
+
     def places(self) -> Sequence[Place]:
         """Where run folders lie; connects on first use. Raises Unreachable or Refused."""
 

@@ -38,6 +38,9 @@ class SlurmBackend:
 
     # --- places -----------------------------------------------------------------------------------
 
+    def sent(self, blob: str) -> bool:
+        return blob in self._caller.sent
+
     def places(self) -> Sequence[Place]:
         login = self._login
         return (Place(login, self._caller.ready(login)),)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.bundles import CodeBundle, code_bundle, runtime_bundle
+from launcher.agent.code import unpack
+from launcher.bundles import CodeBundle, Wish, code_bundle, runtime_bundle
 from launcher.contract.errors import UsageError
 
 LIMIT = 10_000_000
@@ -57,7 +58,7 @@ def test_the_working_tree_travels_as_it_is_now(tree: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(bundle.data)) as archive:
         assert {m.name: m.mode for m in archive}["run.sh"] == 0o755
     assert bundle.changed == 4
-    assert "4 files" in bundle.sentence() and "4 uncommitted" in bundle.sentence()
+    assert "4 files" in bundle.sentence() and "+ 4 changed files" in bundle.sentence()
 
 
 def test_runs_kept_in_the_tree_do_not_travel(tree: Path) -> None:
@@ -126,7 +127,7 @@ def test_exclude(tmp_path: Path, pattern: str, gone: set[str]) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    assert set(contents(code_bundle(tmp_path, exclude=[pattern], limit=LIMIT))) == names - gone
+    assert set(contents(code_bundle(tmp_path, wish=Wish(exclude=(pattern,)), limit=LIMIT))) == names - gone
 
 
 def test_the_runtime_runs_by_itself_and_nothing_of_the_users_shadows_it(tmp_path: Path) -> None:
@@ -144,3 +145,95 @@ def test_the_runtime_runs_by_itself_and_nothing_of_the_users_shadows_it(tmp_path
     environment = {"PYTHONPATH": str(tmp_path / "rt.zip"), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["_zerun.contract.partition", "_zerun"], done.stderr
+
+
+def test_ignore_files_and_lists_have_gitignores_syntax(tree: Path) -> None:
+    for name in ("data/big.bin", "data/small.bin", "notes/a.md", "made.log", "keep/made.log"):
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(name)
+    (tree / ".zerunignore").write_text("# not for the cluster\n/notes/\ndata/*\n!data/small.bin\n")
+    names = set(contents(code_bundle(tree, limit=LIMIT)))
+    assert names == {".gitignore", ".zerunignore", "model.py", "gone.py", "data/small.bin"}
+    more = code_bundle(tree, wish=Wish(include=("made.log", "data/big.bin"), exclude=("keep/", "gone.py")), limit=LIMIT)
+    assert set(contents(more)) == names - {"gone.py"} | {"made.log", "data/big.bin"}
+    (tree / ".zerunignore").write_text("ok\na/**b[\n!\n")
+    with pytest.raises(UsageError, match=r"\.zerunignore:3: '!'"):
+        code_bundle(tree, limit=LIMIT)
+
+
+def test_names_of_any_bytes_arrive_and_unreadable_files_are_named(tree: Path, tmp_path: Path) -> None:
+    odd = ["two\nlines.py", "tab\t.py", "-rf", os.fsdecode(b"latin-\xe9.py"), " blank "]
+    for name in odd:
+        (tree / name).write_text("odd")
+    os.mkfifo(tree / "pipe")
+    bundle = code_bundle(tree, limit=LIMIT)
+    assert set(odd) <= set(contents(bundle)) and "pipe" not in contents(bundle)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / bundle.name).write_bytes(bundle.data)
+    there = unpack(str(run / bundle.name), str(run))
+    assert all((there / name).read_text() == "odd" for name in odd)
+    (tree / "two\nlines.py").chmod(0)
+    if os.geteuid():
+        with pytest.raises(UsageError, match=r"'two\\nlines.py' cannot be read: Permission denied"):
+            code_bundle(tree, limit=LIMIT)
+
+
+def test_submodules_travel_when_they_are_checked_out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    git(other, "init", "-q")
+    (other / "lib.py").write_text("lib")
+    (other / ".gitignore").write_text("cache\n")
+    git(other, "add", ".")
+    git(other, "commit", "-qm", "first")
+    git(tree, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "third/lib")
+    git(tree, "commit", "-qm", "with a submodule")
+    (tree / "third/lib/cache").write_text("ignored there")
+    (tree / "third/lib/new.py").write_text("untracked there")
+    git(tree, "init", "-q", "nested")
+    bundle = code_bundle(tree, limit=LIMIT)
+    assert {"third/lib/lib.py", "third/lib/new.py", ".gitmodules"} <= set(contents(bundle))
+    assert "third/lib/cache" not in contents(bundle) and list(bundle.submodules) == ["third/lib"]
+    assert [n for n in bundle.notes if "nested/ is another repository" in n]
+    git(tree, "submodule", "deinit", "-q", "-f", "third/lib")
+    told = code_bundle(tree, limit=LIMIT)
+    assert "third/lib/lib.py" not in contents(told)
+    assert [n for n in told.notes if "third/lib is not checked out" in n and "submodule update" in n]
+
+
+def test_what_differs_from_the_commit_is_kept_and_keys_are_named_not_shown(tree: Path) -> None:
+    (tree / "deploy.pem").write_text("-----BEGIN")
+    git(tree, "add", ".")
+    git(tree, "commit", "-qm", "second")
+    clean = code_bundle(tree, limit=LIMIT)
+    assert not clean.about()["dirty"] and clean.diff == b"" and "with deploy.pem (keys?" in clean.sentence("sent")
+    (tree / "model.py").write_text("token = 'planted-secret'\n")
+    (tree / "deploy.pem").write_text("-----BEGIN other")
+    (tree / "gone.py").unlink()
+    (tree / ".env").write_text("WANDB_API_KEY=planted-secret\n")
+    (tree / "blob.py").write_bytes(bytes(range(256)) * 9000)
+    git(tree, "add", "blob.py")
+    code = code_bundle(tree, limit=LIMIT, secrets={"WANDB_API_KEY": "planted-secret"})
+    about = code.about()
+    assert about["changed"] == [".env", "blob.py", "deploy.pem", "gone.py", "model.py"] and about["dirty"]
+    assert about["branch"] in ("master", "main") and len(about["commit"]) == 40
+    assert b"+token = '***WANDB_API_KEY***'" in code.diff and b"planted" not in code.diff
+    assert b"-----BEGIN" not in code.diff and b"Binary files" in code.diff and b"deleted file" in code.diff
+    notes = " ".join(code.notes)
+    assert "WANDB_API_KEY stands in .env" in notes and "stands in model.py" in notes and "planted" not in notes
+    assert (
+        ".env, deploy.pem (keys?" in code.sentence() and f"commit {about['commit'][:7]} + 5 changed" in code.sentence()
+    )
+    (tree / "model.py").write_text("x\n" * 2_000_000)
+    cut = code_bundle(tree, limit=LIMIT)
+    assert cut.diff_cut and len(cut.diff) == 1 << 20
+
+
+def test_a_tree_that_git_will_not_read_is_not_shipped_whole(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match="git is not installed here"):
+        code_bundle(tree / "jobs", limit=LIMIT)
+    monkeypatch.undo()
+    (tree / ".git" / "config").write_text("[core\n")
+    with pytest.raises(UsageError, match=r"git will not read: fatal: bad config line 1"):
+        code_bundle(tree / "jobs", limit=LIMIT)

@@ -1,0 +1,145 @@
+"""Which files of a tree travel.
+
+Under git: what is tracked or untracked-but-not-ignored, submodules that are checked out included; outside git
+everything but a few folders that never belong. Less what ``.zerunignore`` names; more what ``code.include``
+names; less, whatever else was said, what ``code.exclude`` names. All three in .gitignore's syntax.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..contract.errors import UsageError
+from . import git
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+IGNORE_FILE = ".zerunignore"
+_NEVER = (".git", "__pycache__", ".venv", "node_modules", "runs")  # outside git only; git has its own ignore rules
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a description says about the tree: patterns in .gitignore's syntax."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass
+class Tree:
+    """``files`` travel, relative to ``base``; ``notes`` says what was left out and why; by name."""
+
+    base: Path
+    in_git: bool
+    files: list[str] = field(default_factory=list)
+    submodules: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def find(base: Path, wish: Wish, without: Path | None = None) -> Tree:
+    """The files of ``base``; nothing under ``without`` (the runs kept at home hold the bundles before it)."""
+    tree = Tree(base, git.root_of(base) is not None)
+    if tree.in_git:
+        listed = set(_git_files(tree, base, ""))
+    else:
+        listed = set(_walk(base))
+    ignored = _patterns(_ignore_lines(base), IGNORE_FILE)
+    kept = {name for name in listed if not ignored.match_file(name)}
+    if wish.include:
+        wanted = _patterns(wish.include, "code.include")
+        known = listed | set(git.ignored(base) if tree.in_git else ())
+        kept |= {name for name in known if wanted.match_file(name)}
+    if wish.exclude:
+        unwanted = _patterns(wish.exclude, "code.exclude")
+        kept = {name for name in kept if not unwanted.match_file(name)}
+    if without is not None and without.is_relative_to(base):
+        inside = f"{without.relative_to(base).as_posix()}/"
+        kept = {name for name in kept if not name.startswith(inside)}
+    resolved = base.resolve()
+    tree.files = [name for name in sorted(kept) if _can_travel(resolved, name, tree.notes)]
+    return tree
+
+
+def _git_files(tree: Tree, base: Path, prefix: str) -> list[str]:
+    """Names below ``tree.base``; a submodule that is checked out gives its own files, and so on."""
+    modules = git.submodules(base)
+    found = []
+    for name in git.files(base):
+        if name in modules:
+            continue
+        if name.endswith("/"):
+            tree.notes.append(f"left out: {shown(prefix + name)} is another repository, not a submodule")
+        else:
+            found.append(prefix + name)
+    for name, commit in sorted(modules.items()):
+        tree.submodules[prefix + name] = commit
+        if (base / name / ".git").exists():
+            found += _git_files(tree, base / name, f"{prefix}{name}/")
+        else:
+            said = f"left out: submodule {shown(prefix + name)} is not checked out"
+            tree.notes.append(f"{said} (git submodule update --init)")
+    return found
+
+
+def _walk(base: Path) -> list[str]:
+    found: list[str] = []
+    for folder, folders, names in os.walk(base):
+        linked = [d for d in folders if os.path.islink(os.path.join(folder, d))]
+        folders[:] = sorted(d for d in folders if d not in _NEVER and d not in linked)
+        found += [os.path.relpath(os.path.join(folder, n), base) for n in (*names, *linked)]
+    return found
+
+
+def _ignore_lines(base: Path) -> list[str]:
+    try:
+        return (base / IGNORE_FILE).read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{base / IGNORE_FILE} cannot be read: {problem}") from problem
+
+
+def _patterns(lines: Sequence[str], where: str) -> GitIgnoreSpec:
+    from pathspec import GitIgnoreSpec
+
+    for number, line in enumerate(lines, 1):
+        try:
+            GitIgnoreSpec.from_lines([line])
+        except ValueError as problem:
+            place = f"{where}:{number}" if where == IGNORE_FILE else where
+            raise UsageError(f"{place}: {line!r} is no pattern of .gitignore's syntax: {problem}") from problem
+    return GitIgnoreSpec.from_lines(lines)
+
+
+def _can_travel(resolved: Path, name: str, notes: list[str]) -> bool:
+    """Plain files, and links that stay inside. What git still names but is gone is no more: it was deleted."""
+    path = resolved / name
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    except OSError as problem:
+        raise UsageError(f"the code's {shown(name)} cannot be looked at: {problem.strerror}") from problem
+    if stat.S_ISREG(mode):
+        return True
+    if not stat.S_ISLNK(mode):
+        notes.append(f"left out: {shown(name)} is no file (a socket, a pipe or a folder)")
+        return False
+    link = os.readlink(path)
+    target = Path(os.path.realpath(path.parent / link))
+    if os.path.isabs(link) or (resolved not in target.parents and target != resolved):
+        notes.append(f"left out: {shown(name)} is a link that leaves the tree")
+        return False
+    return True
+
+
+def shown(name: str) -> str:
+    """A file's name on one line, whatever is in it."""
+    return name if name.isprintable() and name == name.strip() else repr(name)
