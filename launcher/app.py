@@ -184,13 +184,13 @@ class App:
             }
             places = backend.places()  # connects: nothing is written for a cluster that does not answer
             run = self.store.create(run_name, about)
-            source = Source(loaded_job, loaded_cluster, plan, code)
             keep_code(run, code)
+            source = Source(loaded_job, loaded_cluster, plan, code)
             with run.making():
                 launch = self.attempts.launch(source, run_name, 1, one_folder(places), resume_step=None)
                 run, handle = self.attempts.send(backend, run, source, launch, secret_values)
-        finally:
                 moved = "" if loaded_cluster.local else "sent" if backend.sent(code.name) else "already there"
+        finally:
             backend.close()
         return Submitted(run.name, 1, handle, (code.sentence(moved), *code.notes, *plan.remarks))
 
