@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .measured import Beside
     from .planning.plan import Plan
     from .specs.models import Cluster, Job
+    from .transports.master import Master
 
 Notice = Callable[[str], None]
 _BY_ITSELF = "the program begins again, or goes on from what it kept itself ($ZERUN_ATTEMPT is above 1)"
@@ -423,6 +424,22 @@ class App:
         finally:
             backend.close()
         return Submitted(loaded.name, attempt, handle, tuple(notes))
+
+    def login(self, name: str | None, keep_s: int) -> list[Master]:
+        """Logs in by hand to every machine of a cluster that needs it: ssh asks at this process's terminal."""
+        from .transports.open import Connector
+
+        masters = Connector(self.cluster(name)).masters()
+        for master in masters:
+            master.open_by_hand(keep_s)
+        return masters
+
+    def logout(self, name: str | None) -> list[str]:
+        """Ends the logins to a cluster that stand open; their names."""
+        from .transports.open import Connector
+
+        masters = Connector(self.cluster(name)).masters()
+        return [master.name for master in masters if master.close()]
 
     def check_cluster(self, name: str | None = None) -> list[Finding]:
         """Reaches every node in parallel; a finding each."""

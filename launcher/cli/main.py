@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..contract.errors import Exit, ZerunError
-from . import bring, describe, launch, plan, show, watch
+from . import bring, describe, launch, login, plan, show, watch
 
 app = typer.Typer(
     name="zerun",
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(describe.cluster_verbs, name="cluster")
+app.command("login")(login.login_verb)
 app.command("plan")(plan.plan_verb)
 app.command("render")(describe.render_verb)
 app.command("submit")(launch.submit_verb)

@@ -15,7 +15,7 @@ from .description import Description
 from .device_model import Device
 from .environment import Env
 from .mistakes import Mistake, wrong
-from .slurm_model import Login, Slurm
+from .slurm_model import Login, Slurm, Via
 from .values import LIST, Bytes, Count, Flag, Line, PortRange, Rate, Whole, Word, choice
 
 LOCAL_NAME = "localhost"
@@ -41,6 +41,7 @@ class NodeEntry(Description):
 
     name: values.Host
     address: values.Address | None = None  # what to connect to; the name itself when left out
+    ssh: values.Address | None = None  # what ssh alone connects to, where that is another network or name
     slots: Count = 1
     devices: Annotated[tuple[Whole, ...], LIST, AfterValidator(_no_repeats)] | None = None
 
@@ -127,6 +128,7 @@ class Ssh(Description):
     port: values.Port | None = None
     key: Line | None = None
     connections: Count = 32  # logins at once
+    via: Via = "fabric"  # direct; with Slurm it stands under login
 
 
 def _nodes_form(value: Any) -> str:
@@ -205,6 +207,9 @@ class Cluster(Description):
                 yield Mistake(
                     ("nodes", "hostfile"), "hostfile is for backend: direct; with Slurm write names", at_key=True
                 )
+            ssh = given.get("ssh")
+            if isinstance(ssh, Mapping) and ssh.get("via", "fabric") != "fabric":
+                yield Mistake(("ssh", "via"), "with Slurm it stands under login: {via: openssh}", at_key=True)
             if _filled(given.get("ssh"), Ssh) and given.get("login") is None:
                 yield Mistake(("ssh",), "ssh says how a login node is reached, and there is no login", at_key=True)
         paths = given.get("paths")

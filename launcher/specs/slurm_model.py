@@ -15,13 +15,16 @@ from .mistakes import Mistake, raise_together
 from .values import FREEZE, Flag, Word, choice
 
 
+Via = Annotated[Literal["fabric", "openssh"], choice("fabric", "openssh")]
+
+
 class Login(Description):
     """The Slurm login node; left out where zerun runs on it."""
 
     host: values.Address
     user: values.User | None = None
     port: values.Port | None = None
-    via: Annotated[Literal["fabric"], choice("fabric", not_built=["openssh"])] = "fabric"
+    via: Via = "fabric"
 
 
 # What the launcher sets itself, and where its value comes from.

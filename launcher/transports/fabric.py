@@ -21,7 +21,7 @@ from . import rsync, sftp
 from .hostkeys import known_keys, lookup_names
 from .protocol import Progress, Result
 from .quoting import Strip, Wire, for_sshd
-from .refusals import RefuseUnknown, Shed, in_words
+from .refusals import RefuseUnknown, Shed, asks_nobody, in_words
 from .target import ALIVE_S, CONNECT_S, GONE_S, SshSettings, SshTarget, resolve
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ class FabricTransport:
         *,
         settings: SshSettings | None = None,
         gateway: FabricTransport | None = None,
+        login_command: str = "zerun login",
     ) -> None:
         self.name = name
+        self._login_command = login_command
         self._target = target
         self._settings = settings
         self._gateway = gateway
@@ -110,11 +112,12 @@ class FabricTransport:
                 "banner_timeout": CONNECT_S,
                 "auth_timeout": CONNECT_S,
                 "channel_timeout": CONNECT_S,
+                "transport_factory": asks_nobody,
             },
         )
         self._load_host_keys(connection, settings)
         try:
-            with in_words(self.name, self._target, settings):
+            with in_words(self.name, self._target, settings, self._login_command):
                 connection.open()
         except BaseException:
             connection.client.close()

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from ..contract.errors import UsageError
 from .local import LocalTransport
 from .protocol import Transport
-from .target import SshTarget, hops, resolve
+from .target import SshSettings, SshTarget, hops, resolve
 
 if TYPE_CHECKING:
     from ..specs.models import Cluster
     from .fabric import FabricTransport
+    from .master import Master
 
 
 class Connector:
@@ -25,6 +26,7 @@ class Connector:
         self._opened: dict[str | None, Transport] = {}
         self._gateway_lock = threading.RLock()  # a jump host is made once, whoever comes first
         self._gateways: dict[str, FabricTransport] = {}
+        self._gate_masters: dict[str, Master] = {}
 
     def transport(self, node: str | None = None) -> Transport:
         """``node`` of a direct cluster (None: its first); the login side of a Slurm cluster (None).
@@ -63,13 +65,12 @@ class Connector:
         name = node if node is not None else next(iter(entries))
         if name not in entries:
             raise UsageError(f"cluster {cluster.name} has no node {name!r}")
-        return self._ssh(name, name, address=entries[name].address)
+        entry = entries[name]
+        return self._ssh(name, entry.ssh or name, address=None if entry.ssh else entry.address)
 
     def _ssh(
         self, name: str, host: str, *, user: str | None = None, port: int | None = None, address: str | None = None
     ) -> Transport:
-        from .fabric import FabricTransport
-
         ssh = self._cluster.ssh
         asked = SshTarget(
             host,
@@ -81,8 +82,57 @@ class Connector:
             address=address,
         )
         target, settings = resolve(asked)
+        if self._by_openssh:
+            from .openssh import OpenSshTransport
+
+            return OpenSshTransport(name, self._master(name, target, settings))
+        from .fabric import FabricTransport
+
         gateway = self._gateway(target, settings.jump) if settings.jump else None
-        return FabricTransport(name, target, settings=settings, gateway=gateway)
+        return FabricTransport(name, target, settings=settings, gateway=gateway, login_command=self._login_command)
+
+    @property
+    def _by_openssh(self) -> bool:
+        said = self._cluster.login.via if self._cluster.login is not None else self._cluster.ssh.via
+        return said == "openssh"
+
+    @property
+    def _login_command(self) -> str:
+        return f"zerun login {self._cluster.name}"
+
+    def _master(self, name: str, target: SshTarget, settings: SshSettings) -> Master:
+        """The login to a machine; the jump hosts before it have one each, for all that is behind them."""
+        from .master import Master
+
+        gate: Master | None = None
+        with self._gateway_lock:
+            for hop in hops(target, settings.jump) if settings.jump else ():
+                key = f"{hop.user}@{hop.host}:{hop.port}"
+                if key not in self._gate_masters:
+                    hop_target, said = resolve(hop)
+                    before = gate if gate is not None or not said.jump else self._master(hop.host, hop_target, said)
+                    self._gate_masters[key] = Master(
+                        hop.host, hop_target, settings=said, gateway=before, login_command=self._login_command
+                    )
+                gate = self._gate_masters[key]
+        return Master(name, target, settings=settings, gateway=gate, login_command=self._login_command)
+
+    def masters(self) -> list[Master]:
+        """The logins that ``zerun login`` opens, one a machine: none is opened here.
+
+        Raises UsageError where nothing is logged into by the system's ssh.
+        """
+        from .openssh import OpenSshTransport
+
+        names = [None] if self._cluster.backend == "slurm" else [entry.name for entry in self._cluster.node_list]
+        found = [self.transport(name) for name in names]
+        masters = [transport.master for transport in found if isinstance(transport, OpenSshTransport)]
+        if not masters:
+            raise UsageError(
+                f"cluster {self._cluster.name} keeps no login open",
+                hint="write via: openssh under login: (Slurm) or ssh: (direct) in its description",
+            )
+        return masters
 
     def _gateway(self, target: SshTarget, jump: str) -> FabricTransport:
         from .fabric import FabricTransport
@@ -94,7 +144,9 @@ class Connector:
                     hop_target, settings = resolve(hop)
                     if previous is None and settings.jump and settings.jump != jump:
                         previous = self._gateway(hop_target, settings.jump)
-                    previous = FabricTransport(hop.host, hop_target, settings=settings, gateway=previous)
+                    previous = FabricTransport(
+                        hop.host, hop_target, settings=settings, gateway=previous, login_command=self._login_command
+                    )
                 assert previous is not None
                 self._gateways[jump] = previous
             return self._gateways[jump]

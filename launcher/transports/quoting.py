@@ -32,10 +32,12 @@ class Wire(NamedTuple):
     marker: bytes
 
 
-def for_sshd(argv: Sequence[str]) -> Wire:
+def for_sshd(argv: Sequence[str], *, ending: bool = False) -> Wire:
     """The string that makes any login shell run exactly ``argv``; stdin is passed through.
 
-    A command killed by signal n is reported as exit status 128 + n, since a shell stays above it.
+    A command killed by signal n is reported as exit status 128 + n, since a shell stays above it. With
+    ``ending`` the last line on stderr is the marker, ``-`` and that status: the system's ssh says 255 both for
+    a command that ended so and for a connection that was lost.
     Raises UsageError for NUL bytes and for lists of more than about 90 KB: large values belong on stdin.
     """
     if not argv:
@@ -49,10 +51,17 @@ def for_sshd(argv: Sequence[str]) -> Wire:
         raw = " ".join(shlex.quote(a) for a in argv).encode("utf-8", "surrogateescape")
         body = f'eval "$(echo {base64.b64encode(raw).decode("ascii")}|base64 -d)"'
     # `exit $?` keeps the shell above the command, so that a signal becomes a status that travels.
-    command = f"/bin/sh -c 'echo {name};echo {name}>&2;{body};exit $?'"
+    end = f"s=$?;echo {name}-$s>&2;exit $s" if ending else "exit $?"
+    command = f"/bin/sh -c 'echo {name};echo {name}>&2;{body};{end}'"
     if len(command) > _LONGEST:
         raise UsageError(f"{argv[0]}: {len(command)} bytes of arguments are too many for one command")
     return Wire(command, name.encode("ascii") + b"\n")
+
+
+def for_proxy_command(argv: Sequence[str], host: str) -> str:
+    """The value of ``ProxyCommand`` that runs ``argv``, then the target as ssh fills it in, then ``host``."""
+    fixed = [shlex.quote(a).replace("%", "%%") for a in argv]
+    return " ".join([*fixed, "'[%h]:%p'", shlex.quote(host).replace("%", "%%")])
 
 
 class Strip:

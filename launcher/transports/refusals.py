@@ -7,7 +7,7 @@ import contextlib
 import shlex
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..contract.errors import Refused, Unreachable, ZerunError
 from .hostkeys import fingerprint, known_keys, lookup_names
@@ -22,7 +22,7 @@ class Shed(ZerunError):
 
 
 @contextlib.contextmanager
-def in_words(name: str, target: SshTarget, settings: SshSettings) -> Iterator[None]:
+def in_words(name: str, target: SshTarget, settings: SshSettings, login_command: str) -> Iterator[None]:
     """paramiko's exceptions in the project's words."""
     import paramiko
 
@@ -31,7 +31,7 @@ def in_words(name: str, target: SshTarget, settings: SshSettings) -> Iterator[No
     except paramiko.BadHostKeyException as problem:
         _changed(name, target, settings, problem.key)
     except (paramiko.AuthenticationException, paramiko.PasswordRequiredException) as problem:
-        raise _login_refused(name, target, settings, problem) from problem
+        raise _login_refused(name, target, settings, problem, login_command) from problem
     except ZerunError:
         raise
     except TimeoutError as problem:
@@ -53,11 +53,29 @@ def in_words(name: str, target: SshTarget, settings: SshSettings) -> Iterator[No
         raise Unreachable(f"{name}: {problem.strerror or problem}") from problem
 
 
-def _login_refused(name: str, target: SshTarget, settings: SshSettings, problem: Exception) -> Unreachable:
+SECOND_FACTOR = "the key was taken, and the server wants a second factor as well"
+
+
+def asks_nobody(*given: Any, **more: Any) -> paramiko.Transport:
+    """paramiko's connection, which would ask for a second factor on our own terminal."""
+    import paramiko
+
+    class Silent(paramiko.Transport):
+        def auth_interactive_dumb(self, username: str, handler: object = None, submethods: str = "") -> list[str]:
+            raise paramiko.AuthenticationException(SECOND_FACTOR)
+
+    return Silent(*given, **more)
+
+
+def _login_refused(
+    name: str, target: SshTarget, settings: SshSettings, problem: Exception, login_command: str
+) -> Unreachable:
     import paramiko
 
     if isinstance(problem, paramiko.PasswordRequiredException):
         hint = "the key has a passphrase: ssh-add it first"
+    elif str(problem).startswith(SECOND_FACTOR):
+        hint = f"write via: openssh in the cluster's description, then log in once by hand: {login_command}"
     else:
         hint = f"try it by hand: {target.try_command()}"
     return Unreachable(f"{name}: login as {settings.user} at {settings.hostname} was refused: {problem}", hint=hint)

@@ -10,11 +10,10 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from ..contract.errors import NoSpace, Refused, Unreachable, ZerunError
 from .protocol import Progress
-from .target import SshTarget
 
 PARTS = ".zerun-part"
 _OLDEST = (3, 1)  # --info=progress2 came with it
@@ -22,6 +21,15 @@ _OLDEST = (3, 1)  # --info=progress2 came with it
 
 class NoRsync(Exception):
     """One side has no rsync, or its login shell prints into the protocol: copy another way."""
+
+
+class ShellTo(Protocol):
+    """Where rsync's ssh goes, and the options that take it there."""
+
+    @property
+    def host(self) -> str: ...
+
+    def batch_options(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ def is_here() -> bool:
     return found is not None and (int(found[1]), int(found[2])) >= _OLDEST
 
 
-def argv(target: SshTarget, copy: Copy) -> list[str]:
+def argv(target: ShellTo, copy: Copy) -> list[str]:
     """The rsync command; the files' names come on stdin, ended by NUL."""
     shell = " ".join(_quoted(w) for w in ["ssh", *target.batch_options()])
     host = f"[{target.host}]" if ":" in target.host else target.host
@@ -73,7 +81,7 @@ def _quoted(word: str) -> str:
     return word if re.fullmatch(r"[\w@%+=:,./-]+", word) else "'" + word.replace("'", "''") + "'"
 
 
-def run(name: str, target: SshTarget, copy: Copy, progress: Progress | None) -> None:
+def run(name: str, target: ShellTo, copy: Copy, progress: Progress | None) -> None:
     """Copies. Raises NoRsync to have it done another way, Unreachable, Refused, NoSpace."""
     copy.here.mkdir(parents=True, exist_ok=True)
     # Files for the list and the messages: whatever their length, nobody has to feed or drain them.

@@ -215,7 +215,8 @@ def test_inner_keys_and_values_not_built_are_named() -> None:
     assert "'dataset' is not built yet" in mistakes("job", JOB.replace("text: python-stdlib", "dataset: pile"))[0]
     model = "{kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}"
     assert "'weights' is not built yet" in mistakes("job", JOB.replace(model, "{factory: a:b, weights: x}"))[0]
-    assert "'openssh' is not built yet" in mistakes("cluster", CLUSTER + "login: {host: h, via: openssh}\n")[0]
+    said = mistakes("cluster", CLUSTER + "login: {host: h}\nssh: {via: openssh}\n")
+    assert "under login" in said[0]
     assert (
         "'device' is not built yet"
         in mistakes("cluster", DIRECT.replace("{names: 'n[1-2]'}", "[{name: a, device: {kind: gpu}}]"))[0]

@@ -1,0 +1,101 @@
+"""A login that wants a key *and* a password: a second sshd on the login host, and a terminal that types."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cluster import Testbed, wait_until
+
+PORT = 2222
+PASSWORD = "correct horse 7"
+
+
+@dataclass(frozen=True)
+class SecondFactor:
+    """``config``: an OpenSSH client configuration whose ``login`` is that sshd. ``log`` is what it wrote."""
+
+    config: Path
+    log: Path
+
+
+@contextmanager
+def second_factor(
+    testbed: Testbed, folder: Path, *, sessions: int = 10, startups: str = "10:30:100"
+) -> Iterator[SecondFactor]:
+    """Stands beside the login host's own sshd for the length of a with-block."""
+    hashed = subprocess.run(["openssl", "passwd", "-6", PASSWORD], capture_output=True, text=True, check=True).stdout
+    shadow = testbed.state / "etc" / "shadow"
+    before = shadow.read_text()
+    lines = [f"{testbed.user}:{hashed.strip()}:19000:0:99999:7:::" if x.startswith(f"{testbed.user}:") else x
+             for x in before.splitlines()]  # fmt: skip
+    shadow.write_text("\n".join(lines) + "\n")  # in place: it is mounted inside the hosts
+    pid, log, conf = (testbed.state / f"second.{kind}" for kind in ("pid", "log", "conf"))
+    conf.write_text(
+        (testbed.state / "sshd_config.login").read_text().replace("PasswordAuthentication no", "PasswordAuthentication yes")
+        .replace("PidFile none", f"PidFile {pid}")
+        + f"Port {PORT}\nAuthenticationMethods publickey,password\nMaxSessions {sessions}\nMaxStartups {startups}\n"
+    )  # fmt: skip
+    log.write_text("")
+    testbed.exec("login", ["/usr/sbin/sshd", "-f", str(conf), "-E", str(log)], user=None)
+    wait_until(pid.exists, 10.0, "the second sshd does not stand", every_s=0.05)
+    config = folder / "second-factor-config"
+    address = testbed.address("login")
+    known = folder / "second-factor-known"
+    key = (testbed.state / "hostkey.login.pub").read_text().split()
+    known.write_text(f"[{address}]:{PORT} {key[0]} {key[1]}\n")
+    config.write_text(
+        f"Host login\n  HostName {address}\n  Port {PORT}\n  User {testbed.user}\n  IdentityFile {testbed.state}/userkey\n"
+        f"  IdentitiesOnly yes\n  UserKnownHostsFile {known}\n"
+    )
+    try:
+        yield SecondFactor(config, log)
+    finally:
+        testbed.exec(
+            "login",
+            ["sh", "-c", f"kill $(cat {pid}); pkill -u root -f '^sshd: {testbed.user} .priv' || true"],
+            user=None,
+        )
+        shadow.write_text(before)
+
+
+def at_terminal(
+    argv: Sequence[str], typed: Sequence[tuple[str, str]], *, cwd: Path, env: Mapping[str, str], timeout_s: float = 30.0
+) -> tuple[int, str]:
+    """Runs ``argv`` at a terminal of its own; ``typed``: (what to wait for, what to type then). → (status, all it said)."""
+    pid, terminal = pty.fork()
+    if pid == 0:  # pragma: no cover - becomes the command
+        os.chdir(cwd)
+        os.execvpe(argv[0], list(argv), {**os.environ, **env})
+    said, seen, end, waiting = "", 0, time.monotonic() + timeout_s, list(typed)
+    try:
+        while time.monotonic() < end:
+            if not select.select([terminal], [], [], 0.2)[0]:
+                continue
+            try:
+                chunk = os.read(terminal, 4096)
+            except OSError:
+                break
+            if not chunk:
+                break
+            said += chunk.decode("utf-8", "replace")
+            if waiting and waiting[0][0] in said[seen:]:
+                seen = len(said)
+                os.write(terminal, waiting.pop(0)[1].encode() + b"\n")
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"{argv} did not end: {said}")
+    finally:
+        os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), said
