@@ -51,13 +51,22 @@ class _Target:
     lacks: tuple[ShardFile, ...]
 
 
-def relayout(old: Layout, ranks: int, bucket_bytes: int | None = None, *, tensor: int | None = None) -> Layout:
+def relayout(
+    old: Layout, ranks: int, bucket_bytes: int | None = None, *, tensor: int | None = None, replicas: int = 1
+) -> Layout:
     """The same units over another number of data-parallel ranks (bucket sizes and tensor degree as they were
-    unless told; at another degree the engine's own units differ, only the ranks are to be relied on)."""
+    unless told; at another degree the engine's own units differ, only the ranks are to be relied on). ``ranks`` are
+    those of one of ``replicas``."""
     if bucket_bytes is None:
         bucket_bytes = max((u.bucket * ITEM_BYTES[u.dtype] for u in old.units), default=1)
     return build(
-        [(u.name, u.parameters) for u in old.units], ranks=ranks, bucket_bytes=bucket_bytes, tensor=tensor or old.tensor
+        [(u.name, u.parameters) for u in old.units],
+        ranks=ranks,
+        bucket_bytes=bucket_bytes,
+        tensor=tensor or old.tensor,
+        replicas=replicas,
+        rule=old.rule,
+        modules={u.name: u.modules for u in old.units},
     )
 
 
@@ -69,6 +78,7 @@ def needed_shards(old: Layout, new: Layout, ranks: Sequence[int], *, stage: int 
     needed = {0} if buffers else set()
     for rank in ranks:
         data_rank, tensor_rank = divmod(rank, new.tensor)
+        data_rank %= new.ranks  # of its replica: every one of them reads the same
         if old == new:  # what tensor ranks hold alike, the first of them has saved
             needed |= {data_rank * old.tensor + tensor_rank, data_rank * old.tensor}
         else:
@@ -136,9 +146,12 @@ def _targets(
 ) -> list[_Target]:
     assert launch.train is not None
     places = {place.node: place for place in backend.places()}
-    topology = Topology(tuple(n.slots for n in launch.nodes), launch.tensor)
     zero = launch.train.zero
-    new = relayout(manifest.layout, topology.data_parallel, zero.bucket_bytes, tensor=launch.tensor)
+    topology = Topology(tuple(n.slots for n in launch.nodes), launch.tensor, zero.replicas)
+    new = relayout(
+        manifest.layout, topology.shard_ranks, zero.bucket_bytes, tensor=launch.tensor, replicas=zero.replicas
+    )
+    everything = zero.stage == 0 or zero.unit != manifest.layout.rule  # another rule's units are not known here
     targets = []
     for index, node in enumerate(launch.nodes):
         place = places.get(node.name)
@@ -146,7 +159,9 @@ def _targets(
             problem = asked.silent.get(node.name)
             raise Unreachable(f"node {node.name} of the new attempt: {problem or 'no place of this name'}")
         ranks = topology.ranks_on(index)
-        needed = needed_shards(manifest.layout, new, ranks, stage=zero.stage, buffers=bool(manifest.buffers))
+        needed = needed_shards(
+            manifest.layout, new, ranks, stage=0 if everything else zero.stage, buffers=bool(manifest.buffers)
+        )
         have = held[id(place)]
         lacks = tuple(s for s in manifest.shards if s.rank in needed and have.get(s.file) != s.bytes)
         targets.append(_Target(place, lacks))

@@ -27,8 +27,9 @@ class Topology:
             raise ValueError(f"every node needs at least one slot, not {self.slots}")
         if self.tensor < 1 or sum(self.slots) % self.tensor:
             raise ValueError(f"{sum(self.slots)} ranks cannot form tensor groups of {self.tensor}")
-        if self.replicas < 1 or sum(self.slots) // self.tensor % self.replicas:
-            raise ValueError(f"{sum(self.slots) // self.tensor} data-parallel ranks cannot form {self.replicas} equal replicas")
+        data_parallel = sum(self.slots) // self.tensor
+        if self.replicas < 1 or data_parallel % self.replicas:
+            raise ValueError(f"{data_parallel} data-parallel ranks cannot form {self.replicas} equal replicas")
         # The first rank of each node, and the world size at the end.
         object.__setattr__(self, "_first", (0, *accumulate(self.slots)))
 

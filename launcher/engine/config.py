@@ -11,6 +11,7 @@ from ..contract.plain import PlainError, from_plain
 from ..contract.train import SGD, AdamW, TrainConfig, Zero
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+RESHARD = ("keep_last", "after_forward", "keep")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,6 @@ class EngineConfig:
     accumulation: int = 1
     precision: str = "fp32"
     nonfinite: str = "stop"  # stop | skip
-    prefetch: int = 1  # units gathered ahead of use at stage 3
     recompute: Union[str, tuple[int, ...]] = "none"  # none | block | numbers of blocks
     activations: str = "whole"  # whole | partitioned (over the tensor group) | host: what recompute stores
 
@@ -44,6 +44,7 @@ class EngineConfig:
             raise UsageError(f"zero.reduce_every is {self.zero.reduce_every!r}; accepted are micro_step and step")
         if self.zero.bucket_bytes < 1:
             raise UsageError(f"zero.bucket is {self.zero.bucket_bytes} bytes; at least one is needed")
+        _check_gathering(self.zero)
         if isinstance(self.recompute, str) and self.recompute not in ("none", "block"):
             raise UsageError(f"recompute is {self.recompute!r}; accepted are none, block and numbers of blocks")
         if self.activations not in ("whole", "partitioned", "host"):
@@ -88,6 +89,17 @@ class EngineConfig:
 
     def with_stage(self, stage: int) -> EngineConfig:
         return replace(self, zero=replace(self.zero, stage=stage))
+
+
+def _check_gathering(zero: Zero) -> None:
+    """What a plain mapping may have wrong of what stage 3 gathers, and when."""
+    if zero.reshard not in RESHARD:
+        raise UsageError(f"zero.reshard is {zero.reshard!r}; accepted are {', '.join(RESHARD)}")
+    if zero.prefetch < 0:
+        raise UsageError(f"zero.prefetch is {zero.prefetch}; at least 0 is needed")
+    rule = zero.unit
+    if rule is not None and sum(map(bool, (rule.classes, rule.names, rule.size_bytes))) != 1:
+        raise UsageError(f"zero.unit is {rule}; exactly one of classes, names and size_bytes is needed, above 0")
 
 
 ConfigLike = Union[EngineConfig, TrainConfig, Mapping[str, Any]]

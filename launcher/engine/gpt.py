@@ -61,6 +61,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """``forward(tokens)``: (batch, seq) → logits (batch, seq, vocab); with ``targets`` the mean loss."""
 
+    zero_kept = ("embedding.weight",)  # the head uses it too, after the embedding has
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if config.hidden % config.heads:

@@ -1,16 +1,14 @@
 """From a module to a partition: which parameters form a unit, in which order, tied to what.
 
-A unit is what ZeRO stage 3 gathers together. By default each child of an outermost ``nn.ModuleList`` or
-``nn.Sequential`` is one (a transformer's blocks); the parameters between them, in module order, form
-further units (embeddings before, the last norm after) that stay gathered from forward to backward.
-A parameter that two units share (a tied weight) belongs to a unit of its own kind, kept likewise.
+A unit is what ZeRO stage 3 gathers together; ``contract.units`` says which parameters form one. By default each
+child of an outermost ``nn.ModuleList`` or ``nn.Sequential`` is one (a transformer's blocks). A module whose
+parameters others use too names them in ``zero_kept``: they stay gathered from forward to backward.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +19,8 @@ from ..contract import partition
 from ..contract.errors import UsageError
 from ..contract.partition import Layout, Parameter
 from ..contract.plain import to_plain
+from ..contract.train import Units
+from ..contract.units import Module, Tree, group
 from .comm import Comm, gather_bytes
 from .groups import Group, Groups, settle
 from .precision import working_dtype
@@ -34,8 +34,6 @@ class Model:
     layout: Layout
     tensors: dict[str, nn.Parameter]
     """By the name under which the layout knows it: the first of tied names."""
-    modules: list[nn.Module | None]
-    """Of each unit of the layout: the module whose forward uses it, or None for a kept one."""
     groups: list[Group]
 
 
@@ -48,13 +46,17 @@ def describe(
     lr: float = 1.0,
     precision: str = "fp32",
     tensor: int = 1,
+    replicas: int = 1,
+    rule: Units | None = None,
 ) -> Model:
     """The partition of ``module`` over ``ranks``, held in ``precision``; ``groups`` as ``ZeroEngine`` takes them,
     whose rates are held against ``lr``.
 
-    ``tensor`` is the degree at which the module's layers were cut (``engine.tensor_parallel``).
+    ``tensor`` is the degree at which the module's layers were cut (``engine.tensor_parallel``), ``rule`` makes the
+    units, ``replicas`` groups of ``ranks`` hold each of them.
 
-    Raises :class:`UsageError` for a parameter in two groups, or a group entry that is no parameter.
+    Raises :class:`UsageError` for a parameter in two groups, a group entry that is no parameter, or a rule that
+    chooses nothing.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -64,39 +66,47 @@ def describe(
     if not names:
         raise UsageError("the model has no parameters")
     group_of, settings = settle(groups, module, names, lr)
-    homes = {prefix: child for prefix, child in blocks(module)}
-    named: list[tuple[str, list[Parameter], nn.Module | None]] = []
-    run: str | None = None
+    parameters: list[Parameter] = []
     for key, aliases in names.items():
         value = tensors[key]
-        owners = {_home(alias, homes) for alias in aliases}
-        home = owners.pop() if len(owners) == 1 else None
         split = split_of(value)
-        parameter = Parameter(
-            name=aliases[0],
-            shape=tuple(value.shape) if split is None else split.shape,
-            dtype=str(working_dtype(precision, value.dtype)).removeprefix("torch."),
-            trainable=value.requires_grad,
-            group=group_of.get(key, 0),
-            tied=tuple(aliases[1:]),
-            tensor_axis=None if split is None else split.axis,
-            tensor_parts=1 if split is None else split.parts,
-            tensor_padded=split is not None and split.padded,
+        parameters.append(
+            Parameter(
+                name=aliases[0],
+                shape=tuple(value.shape) if split is None else split.shape,
+                dtype=str(working_dtype(precision, value.dtype)).removeprefix("torch."),
+                trainable=value.requires_grad,
+                group=group_of.get(key, 0),
+                tied=tuple(aliases[1:]),
+                tensor_axis=None if split is None else split.axis,
+                tensor_parts=1 if split is None else split.parts,
+                tensor_padded=split is not None and split.padded,
+            )
         )
-        unit = home if home is not None else run or _run_name(aliases[0], named)
-        run = unit if home is None else None
-        if named and named[-1][0] == unit:
-            named[-1][1].append(parameter)
-        else:
-            previous = [entry for entry in named if entry[0] == unit]
-            if previous:
-                previous[0][1].append(parameter)
-            else:
-                named.append((unit, [parameter], homes.get(home) if home is not None else None))
-    layout = partition.build([(n, p) for n, p, _ in named], ranks=ranks, bucket_bytes=bucket_bytes, tensor=tensor)
-    by_unit = {name: owner for name, _, owner in named}
-    modules = [by_unit[unit.name.split("#")[0]] for unit in layout.units]
-    return Model(layout, {aliases[0]: tensors[key] for key, aliases in names.items()}, modules, settings)
+    try:
+        grouped = group(parameters, tree_of(module), rule, tensor=tensor)
+    except ValueError as problem:
+        raise UsageError(str(problem)) from problem
+    layout = partition.build(
+        [(unit.name, unit.parameters) for unit in grouped],
+        ranks=ranks,
+        bucket_bytes=bucket_bytes,
+        tensor=tensor,
+        replicas=replicas,
+        rule=rule,
+        modules={unit.name: unit.modules for unit in grouped},
+    )
+    return Model(layout, {aliases[0]: tensors[key] for key, aliases in names.items()}, settings)
+
+
+def tree_of(module: nn.Module) -> Tree:
+    """The model as a rule sees it."""
+    modules, kept = [], []
+    for name, child in module.named_modules():
+        kinds = tuple(c.__name__ for c in type(child).__mro__ if c not in (nn.Module, object))
+        modules.append(Module(name, kinds))
+        kept += [f"{name}.{own}" if name else own for own in getattr(child, "zero_kept", ())]
+    return Tree(modules, [name for name, _ in blocks(module)], kept)
 
 
 def blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -110,25 +120,6 @@ def blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         found += blocks(child, f"{prefix}{name}.")
     return found
-
-
-def _home(name: str, homes: Mapping[str, nn.Module]) -> str | None:
-    parts = name.split(".")
-    for length in range(1, len(parts)):
-        prefix = ".".join(parts[:length])
-        if prefix in homes:
-            return prefix
-    return None
-
-
-def _run_name(parameter: str, named: Sequence[tuple[str, list[Parameter], nn.Module | None]]) -> str:
-    """A name for a run of parameters outside blocks: its first module's, made unlike the others'."""
-    base = parameter.rsplit(".", 1)[0] if "." in parameter else parameter
-    taken = {name for name, _, _ in named}
-    name, count = base, 2
-    while name in taken:
-        name, count = f"{base}-{count}", count + 1
-    return name
 
 
 def agree(comm: Comm, layout: Layout, device: torch.device) -> None:

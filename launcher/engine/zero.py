@@ -32,7 +32,7 @@ from . import checkpoint
 from .activations import make_store, recompute
 from .comm import Comm, barrier
 from .config import ConfigLike, EngineConfig
-from .deferred import NotDeferred, Recording, record
+from .deferred import NotDeferred, Recording, built_whole, record, refuse_meta
 from .elementwise import Choice, Chosen
 from .flat import STAGES, FlatUnit
 from .gathering import Gathering
@@ -104,7 +104,10 @@ class ZeroEngine:
         self._synchronise_buffers("first buffers")
         self.gathering: Gathering | None = None
         if self.stage.shards_parameters:
-            self.gathering = Gathering(self.model, self.units, described.modules, prefetch=self.config.prefetch)
+            zero = self.config.zero
+            self.gathering = Gathering(
+                self.model, self.units, prefetch=zero.prefetch, reshard=zero.reshard, watch=zero.unit is not None
+            )
         for flat in self.units:
             flat.make_moments(len(chosen.moments))
         self.optimizer = chosen.on([r for u in self.units for r in u.runs()], described.groups)
@@ -127,7 +130,7 @@ class ZeroEngine:
     ) -> Model:
         """The model, its partition and its flat units, from a module or a function that builds one."""
         if isinstance(model, nn.Module):
-            described = self._describe(model, groups, device)
+            described = self._describe(refuse_meta(model), groups, device)
             agree(self.ranks.world, self.layout, self.device)
             self._synchronise(described.tensors)
             self._flatten(described, None)
@@ -139,7 +142,7 @@ class ZeroEngine:
             _log.warning("the model is built whole, a rank at a time: %s", why)
             for turn in range(self.comm.size):
                 if turn == self.comm.rank:
-                    described = self._describe(model(), groups, device)
+                    described = self._describe(built_whole(model), groups, device)
                     self._flatten(described, None)
                 barrier(self.comm, f"rank {turn} builds its model")
             agree(self.ranks.world, self.layout, self.device)
@@ -160,6 +163,7 @@ class ZeroEngine:
             lr=self.lr,
             precision=self.config.precision,
             tensor=self.ranks.degree,
+            rule=zero.unit,
         )
         self.layout = described.layout
         self.device = device or _device_of(described.tensors.values())

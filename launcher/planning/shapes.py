@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from ..contract import groups as patterns
-from ..contract import partition
+from ..contract import partition, units
+from ..contract.train import Units
 from ..specs.models import GptModel, Job
 from .reasons import Reason
 
@@ -61,29 +62,47 @@ class Shapes:
 Patterns = tuple[tuple[str, ...], ...]
 
 
-def gpt_layout(
-    model: GptModel, *, ranks: int, bucket_bytes: int, tensor: int = 1, precision: str = "fp32", groups: Patterns = ()
-) -> partition.Layout:
-    """The reference GPT's partition over ``ranks`` data-parallel ranks: what the engine builds, without torch.
-    ``groups`` are the patterns of ``optimizer.groups``, which share no flat buffer."""
-    sizes = (model.layers, model.hidden, model.seq_len, model.vocab)
-    return _layout(sizes, ranks, bucket_bytes, tensor, DTYPES[precision], groups)
+@dataclass(frozen=True)
+class Partition:
+    """Over what the parameters are partitioned, beside the model's own sizes. ``groups`` are the patterns of
+    ``optimizer.groups``, which share no flat buffer; ``unit`` and ``replicas`` as ``train.Zero`` has them."""
+
+    ranks: int
+    bucket_bytes: int
+    tensor: int = 1
+    precision: str = "fp32"
+    groups: Patterns = ()
+    unit: Units | None = None
+    replicas: int = 1
+
+
+def gpt_layout(model: GptModel, **over: Any) -> partition.Layout:
+    """The reference GPT's partition, :class:`Partition` ``over``: what the engine builds, without torch.
+
+    Raises ValueError for a rule of units that chooses nothing.
+    """
+    return _layout((model.layers, model.hidden, model.seq_len, model.vocab), Partition(**over))
 
 
 @lru_cache(maxsize=64)
-def _layout(
-    sizes: tuple[int, int, int, int], ranks: int, bucket_bytes: int, tensor: int, dtype: str, given: Patterns
-) -> partition.Layout:
-    groups = partition.gpt_parameters(*sizes)
-    if given:
-        numbers = iter(patterns.assign([[p.name] for _, row in groups for p in row], given))
-        groups = [(unit, [replace(p, group=next(numbers)) for p in row]) for unit, row in groups]
-    if tensor > 1 or dtype != "float32":
-        groups = [
-            (unit, [replace(p, dtype=dtype, **(_cut(p.name) if tensor > 1 else {})) for p in row])
-            for unit, row in groups
-        ]
-    return partition.build(groups, ranks=ranks, bucket_bytes=bucket_bytes, tensor=tensor)
+def _layout(sizes: tuple[int, int, int, int], over: Partition) -> partition.Layout:
+    parameters = [p for _, row in partition.gpt_parameters(*sizes) for p in row]
+    if over.groups:
+        numbers = patterns.assign([[p.name] for p in parameters], over.groups)
+        parameters = [replace(p, group=number) for p, number in zip(parameters, numbers, strict=True)]
+    dtype = DTYPES[over.precision]
+    if over.tensor > 1 or dtype != "float32":
+        parameters = [replace(p, dtype=dtype, **(_cut(p.name) if over.tensor > 1 else {})) for p in parameters]
+    grouped = units.group(parameters, units.gpt_tree(sizes[0], over.tensor), over.unit, tensor=over.tensor)
+    return partition.build(
+        [(one.name, one.parameters) for one in grouped],
+        ranks=over.ranks,
+        bucket_bytes=over.bucket_bytes,
+        tensor=over.tensor,
+        replicas=over.replicas,
+        rule=over.unit,
+        modules={one.name: one.modules for one in grouped},
+    )
 
 
 def _cut(name: str) -> dict[str, Any]:

@@ -12,7 +12,12 @@ from launcher.engine.units import describe
 
 def test_names_shapes_and_units_are_the_partitions() -> None:
     config = GPTConfig(layers=3, hidden=12, heads=3, seq_len=9, vocab=31)
-    expected = partition.build(partition.gpt_parameters(3, 12, 9, 31), ranks=3, bucket_bytes=1000)
+    expected = partition.build(
+        partition.gpt_parameters(3, 12, 9, 31),
+        ranks=3,
+        bucket_bytes=1000,
+        modules={f"blocks.{i}": (f"blocks.{i}",) for i in range(3)},
+    )
     found = describe(GPT(config), ranks=3, bucket_bytes=1000).layout
     assert found == expected
     assert found.numel == 12 * 3 * 12**2 + 13 * 3 * 12 + (31 + 9) * 12 + 2 * 12
