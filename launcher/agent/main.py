@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any, Dict, List, Optional
 
-from ..contract.errors import Exit, UsageError, ZerunError
+from ..contract.errors import Busy, Exit, UsageError, ZerunError
 
 _JSON_VERBS = {
     "start": ".detach",
@@ -23,6 +23,7 @@ _JSON_VERBS = {
     "inventory": ".inventory",
     "probe": ".probe",
     "expand": ".expand",
+    "slots": ".leases",
 }
 
 
@@ -33,23 +34,23 @@ def main(argv: Optional[List[str]] = None) -> int:
     if verb == "engine":
         return int(importlib.import_module("..engine.main", __package__).main(rest))
     if verb == "agent":
-        return int(importlib.import_module(".supervise", __package__).run(rest))
+        return int(importlib.import_module(".enter", __package__).run(rest))
     try:
-        if verb == "simulate":
-            return int(_with_torch("..engine.simulate").main())
+        if verb in ("simulate", "convert"):
+            return int(_with_torch(f"..engine.{verb}", verb).main())
         if verb == "claim":
             return int(importlib.import_module(".claim", __package__).run(rest))
         if verb == "tail":
             return int(importlib.import_module(".tail", __package__).stream(_request(), sys.stdout.buffer))
         if verb not in _JSON_VERBS:
-            known = ", ".join(["agent", "claim", "engine", "simulate", "tail", *_JSON_VERBS])
+            known = ", ".join(["agent", "claim", "convert", "engine", "simulate", "tail", *_JSON_VERBS])
             raise UsageError(f"unknown verb {verb!r}", hint=f"one of {known}")
         request = _request()
         module = importlib.import_module(_JSON_VERBS[verb], __package__)
         _reply(getattr(module, verb)(request))
         return 0
     except ZerunError as problem:
-        _reply({"error": problem.message, "hint": problem.hint})
+        _reply({"error": problem.message, "hint": problem.hint, "busy": isinstance(problem, Busy)})
         return int(problem.exit_code)
     except OSError as problem:
         full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -61,16 +62,18 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 1
 
 
-def _with_torch(module: str) -> Any:
+def _with_torch(module: str, verb: str) -> Any:
     try:
         return importlib.import_module(module, __package__)
     except ModuleNotFoundError as problem:
         if problem.name not in ("torch", "safetensors"):
             raise
+        what = "a simulation runs the real engine, which" if verb == "simulate" else "this form"
+        without = "; without --simulate a plan needs neither" if verb == "simulate" else ""
         raise UsageError(
-            f"a simulation runs the real engine, which needs {problem.name}: {sys.executable} has none",
+            f"{what} needs {problem.name}: {sys.executable} has none",
             hint=f"{sys.executable} -m pip install torch safetensors (torch for CPUs is enough), or name a Python "
-            "that has them in ZERUN_TORCH_PYTHON; without --simulate a plan needs neither",
+            f"that has them in ZERUN_TORCH_PYTHON{without}",
         ) from problem
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..contract.errors import Exit, ZerunError
-from . import bring, describe, launch, login, plan, show, watch
+from . import bring, describe, keep, launch, login, plan, show, watch
 
 app = typer.Typer(
     name="zerun",
@@ -38,6 +38,8 @@ app.command("cancel")(launch.cancel_verb)
 app.command("wait")(launch.wait_verb)
 app.command("collect")(bring.collect_verb)
 app.command("resume")(launch.resume_verb)
+bring.checkpoint_verbs.command("export")(keep.export_verb)
+bring.checkpoint_verbs.command("import")(keep.import_verb)
 app.add_typer(bring.checkpoint_verbs, name="ckpt")
 app.add_typer(describe.data_verbs, name="data")
 
@@ -72,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
     # Off a terminal nothing is wrapped or cut, so help has no width there.
     width: dict[str, Any] = {} if sys.stdout.isatty() else {"terminal_width": 10_000, "max_content_width": 10_000}
     try:
-        result = app(args=list(arguments), prog_name="zerun", standalone_mode=False, **width)
+        result = app(args=options.filled_in(arguments), prog_name="zerun", standalone_mode=False, **width)
         sys.stdout.flush()
     except ZerunError as problem:
         show.error(problem.message, problem.hint)

@@ -129,3 +129,35 @@ def _held(old: Layout) -> Dict[str, Tuple[List[int], List[Tuple[int, int, int, i
                 row = (piece.start, piece.stop, source, index, piece.offset)
                 rows.setdefault(piece.parameter.name, []).append(row)
     return {name: ([row[0] for row in sorted(found)], sorted(found)) for name, found in rows.items()}
+
+
+class Source(NamedTuple):
+    """``numel`` elements from ``whole`` of a parameter are those from ``offset`` of (``shard``, ``unit``)."""
+
+    shard: int
+    unit: int
+    offset: int
+    whole: int
+    numel: int
+
+
+class Whole:
+    """Where the elements of whole parameters lie in the shards of a layout: tensor cuts and padding undone."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._rows = _held(layout)
+
+    def sources(self, name: str) -> Iterator[Source]:
+        """All of parameter ``name``, each element once, in rising order of the whole."""
+        parameter, tensor = self.layout.by_name[name], self.layout.tensor
+        starts, rows = self._rows[name] if parameter.numel else ([], [])
+        for run in owners(parameter, tensor, 0, parameter.numel):
+            at, stop, whole = run.local, run.local + run.numel, run.whole
+            row = bisect_right(starts, at) - 1
+            while at < stop:
+                start, end, rank, unit, offset = rows[row]
+                end = min(stop, end)
+                shard = rank * tensor + run.tensor_rank
+                yield Source(shard, unit, offset + at - start, whole, end - at)
+                whole, at, row = whole + end - at, end, row + 1

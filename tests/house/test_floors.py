@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "launcher"
 FLOORS = {
     "cli": 7,
     "app": 6,
+    "keeping": 6,
     "attempts": 5,
     "measured": 5,
     "compare": 6,

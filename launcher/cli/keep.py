@@ -1,0 +1,93 @@
+"""Verbs about checkpoints at home: ckpt export, ckpt import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..contract.errors import UsageError
+from . import options, show
+
+To = Annotated[
+    Path,
+    typer.Option("--to", metavar="FOLDER", help="A folder that is not there yet, or is empty.", show_default=False),
+]
+MaxShard = Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="The most of one file: 5GB, 500MB.")]
+
+
+def _bytes(text: str) -> int:
+    from ..specs.units import parse_bytes
+
+    try:
+        found = parse_bytes(text)
+    except ValueError as problem:
+        raise UsageError(f"--max-shard: {problem}") from problem
+    if found < 1:
+        raise UsageError(f"--max-shard {text}: a file holds at least one byte")
+    return found
+
+
+def export_verb(
+    run: options.Run,
+    to: To,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="S", min=0, help="Default: the newest that is at home.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--form", metavar="FORM", help="safetensors, or dcp (torch.distributed.checkpoint).")
+    ] = "safetensors",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="fp32 or bf16. Default: as the checkpoint has it.")
+    ] = None,
+    max_shard: MaxShard = "5GB",
+    as_json: options.Json = False,
+) -> None:
+    """Writes the parameters of a checkpoint that is at home as one whole model, verified as they are read.
+
+    safetensors is what Hugging Face's and torch's loaders open; names are the module's, tied weights stand once. dcp
+    needs a Python with torch (ZERUN_TORCH_PYTHON) and twice the bytes for a while. Exit 7 names a damaged block, 6 a
+    disk without room; nothing half-written is left.
+    """
+    from ..checkpoints.export import Wish
+    from ..keeping import export_checkpoint
+
+    store = options.open_app().store
+    name = store.resolve(run)
+    wish = Wish(dtype, _bytes(max_shard))
+    with show.progress(f"exporting {name}") as advance:
+        made = export_checkpoint(store.load(name), to, wish, form=form, step=step, notice=show.note, progress=advance)
+    if as_json:
+        show.data_json(made)
+        return
+    what = (
+        f"{show.count(made.tensors, 'tensor')}, {show.num_bytes(made.bytes)} in {show.count(len(made.files), 'file')}"
+    )
+    show.data(f"step {made.step}: {what}: {made.folder}")
+    if form == "safetensors":
+        show.note(f"a new job begins from it with: model: {{…, weights: {made.folder}}}")
+
+
+def import_verb(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A torch file: model.state_dict().", show_default=False)],
+    to: To,
+    max_shard: MaxShard = "5GB",
+    as_json: options.Json = False,
+) -> None:
+    """Turns a plain torch state dict into safetensors, for `weights:` of a job's model.
+
+    Read with weights_only=True by a Python with torch (ZERUN_TORCH_PYTHON): nothing in the file is run.
+    """
+    from ..keeping import import_file
+
+    made, prefix = import_file(file, to, _bytes(max_shard), show.note)
+    if as_json:
+        show.data_json(made)
+        return
+    if prefix:
+        show.note(f"names began with {prefix!r}: taken off")
+    what = (
+        f"{show.count(made.tensors, 'tensor')}, {show.num_bytes(made.bytes)} in {show.count(len(made.files), 'file')}"
+    )
+    show.data(f"{what}: {made.folder}")

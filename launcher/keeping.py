@@ -1,0 +1,54 @@
+"""The use cases around checkpoints that are at home: exported, imported, pruned.
+
+Beside :mod:`launcher.app`, and like it: returns data, prints nothing, raises ``ZerunError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .checkpoints import local_steps
+from .checkpoints.convert import export_dcp, import_state
+from .checkpoints.export import Exported, Wish, export, refuse_dtype
+from .contract.errors import UsageError
+from .runs import Run
+
+Notice = Callable[[str], None]
+Progress = Callable[[int, int], None]
+FORMS = {"safetensors": export, "dcp": export_dcp}
+
+
+def step_at_home(run: Run, step: int | None) -> Path:
+    """The folder of a run's checkpoint here: of ``step``, or the newest. Raises UsageError naming what is here."""
+    steps = local_steps(run.folder)
+    chosen = step if step is not None else (steps[-1] if steps else None)
+    if chosen is None or chosen not in steps:
+        have = ", ".join(map(str, steps)) or "none"
+        raise UsageError(
+            f"no checkpoint {'' if step is None else f'of step {step} '}of {run.name} at home (here: {have})",
+            hint=f"zerun collect {run.name}" + (f" --checkpoint {step}" if step is not None else ""),
+        )
+    return Path(str(run.paths.checkpoint(chosen).root))
+
+
+def export_checkpoint(
+    run: Run,
+    target: Path,
+    wish: Wish,
+    *,
+    form: str = "safetensors",
+    step: int | None = None,
+    notice: Notice,
+    progress: Progress | None = None,
+) -> Exported:
+    """The parameters of a checkpoint at home, consolidated in the new folder ``target``, in one of ``FORMS``."""
+    if form not in FORMS:
+        raise UsageError(f"--form {form!r}: accepted are {', '.join(FORMS)}")
+    refuse_dtype(wish.dtype)
+    return FORMS[form](step_at_home(run, step), target.absolute(), wish, notice, progress)
+
+
+def import_file(source: Path, target: Path, most_bytes: int, notice: Notice) -> tuple[Exported, str]:
+    """A plain torch state dict as the safetensors that ``model: {weights: …}`` takes."""
+    return import_state(source, target.absolute(), most_bytes, notice)
