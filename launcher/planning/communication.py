@@ -4,9 +4,11 @@ Volume in whole messages, Ψ the padded parameters of one tensor rank, `a` micro
 stream, L blocks of which R are recomputed::
 
     stage 0      reduce-scatter Ψ, all-gather Ψ (of gradients)          data-parallel ranks
+                 or the library's all-reduce of Ψ, counted twice
     stage 1      reduce-scatter Ψ, all-gather Ψ (of parameters)
     stage 2      reduce-scatter a·Ψ, all-gather Ψ
-    stage 3      reduce-scatter a·Ψ, all-gather a·(2Ψ − kept)           kept: embedding, last norm, last block
+    stage 3      reduce-scatter a·Ψ, all-gather a·(2Ψ − kept)           kept: embedding, last norm, and by ``reshard``
+    replicas > 1 the above inside each, and all-reduce Ψ/S, counted twice    S ranks hold a replica
     tensor > 1   all-reduce a·(4·L + 2·R + 2)·b·s·h, each counted twice   tensor ranks
     partitioned  all-gather a·R·b·s·h                                   tensor ranks
 
@@ -27,23 +29,26 @@ from typing import Literal
 
 from ..contract.topology import Topology
 from ..specs.models import Cluster
+from .partitioned import kept_elements
 from .plan import Bounds, Traffic
 from .step import Step
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
-Group = Literal["data", "tensor"]
+Group = Literal["data", "replica", "tensor"]
 Link = Literal["compute", "inside", "between"]
 
 
 @dataclass(frozen=True)
 class Message:
-    """All messages of one kind in one step of one rank, together: ``elements`` of ``item`` bytes."""
+    """All messages of one kind in one step of one rank, together: ``elements`` of ``item`` bytes. ``native``: the
+    library's collective also on CPUs."""
 
     what: str
     collective: Collective
     group: Group
     elements: int
     item: int
+    native: bool = False
 
     @property
     def passes(self) -> int:
@@ -53,11 +58,12 @@ class Message:
 def step_traffic(step: Step, topology: Topology, accumulation: int) -> tuple[Traffic, ...]:
     """What each rank sends in one optimizer step; nothing on one rank."""
     peer = step.device_kind == "cpu"
-    shares = {group: _shares(topology, group) for group in ("data", "tensor")}
+    groups: tuple[Group, ...] = ("data", "replica", "tensor")
+    shares = {group: _shares(topology, group) for group in groups}
     found = []
     for message in [*_data_messages(step, accumulation), *_tensor_messages(step, accumulation)]:
         size, members = shares[message.group]
-        inside, out = _by_link(message, size, members, peer=peer)
+        inside, out = _by_link(message, size, members, peer=peer and not message.native)
         found.append(
             Traffic(
                 message.what,
@@ -75,20 +81,22 @@ def step_traffic(step: Step, topology: Topology, accumulation: int) -> tuple[Tra
 def _data_messages(step: Step, accumulation: int) -> list[Message]:
     if not step.partitioned:
         return []
-    stage, item, units = step.state.zero_stage, step.shapes.item, step.layout.units
-    trainable = sum(unit.padded for unit in units if unit.trainable)
+    stage, zero, item, layout = step.state.zero_stage, step.zero, step.shapes.item, step.layout
+    trainable = sum(unit.padded for unit in layout.units if unit.trainable)
     times = accumulation if stage >= 2 else 1
-    found = [Message("gradients", "reduce-scatter", "data", times * trainable, item)]
+    if stage == 0 and zero.reduce_with == "native":
+        return [Message("gradients", "all-reduce", "data", trainable, step.gradient_item, native=True)]
+    found = [Message("gradients", "reduce-scatter", "data", times * trainable, step.message_item)]
+    if layout.replicas > 1:
+        share = trainable // layout.ranks
+        found.append(Message("gradients across replicas", "all-reduce", "replica", share, step.gradient_item))
     if stage == 0:
-        found.append(Message("gradients", "all-gather", "data", trainable, item))
+        found.append(Message("gradients", "all-gather", "data", trainable, step.gradient_item))
     elif stage < 3:
         found.append(Message("updated parameters", "all-gather", "data", trainable, item))
     else:
-        blocks = [unit for unit in units if unit.name.startswith("blocks.")]
-        last = blocks[-1].name.split("#")[0]  # a block's split and replicated parameters are units of their own
-        kept = sum(u.padded for u in units) - sum(u.padded for u in blocks if u.name.split("#")[0] != last)
-        everything = sum(unit.padded for unit in units)
-        gathered = accumulation * (2 * everything - kept)
+        everything = sum(unit.padded for unit in layout.units)
+        gathered = accumulation * (2 * everything - kept_elements(layout, zero.reshard))
         found.append(Message("parameters before use", "all-gather", "data", gathered, item))
     return found
 
@@ -116,14 +124,17 @@ Members = tuple[tuple[int, ...], ...]
 """Of each node: how many ranks each group has there, for the groups that have any."""
 
 
-def _shares(topology: Topology, group: str) -> tuple[int, Members]:
+def _shares(topology: Topology, group: Group) -> tuple[int, Members]:
     """The size of a group, and what of each group stands on each node. Nodes that are alike are told once."""
-    size = topology.data_parallel if group == "data" else topology.tensor
+    size = {"data": topology.shard_ranks, "replica": topology.replicas, "tensor": topology.tensor}[group]
+    of = {
+        "data": lambda rank: (topology.replica(rank), topology.tensor_rank(rank)),
+        "replica": lambda rank: (topology.shard_rank(rank), topology.tensor_rank(rank)),
+        "tensor": topology.data_rank,
+    }[group]
     found: dict[tuple[int, ...], None] = {}
     for node in range(len(topology.slots)):
-        ranks = topology.ranks_on(node)
-        of = topology.tensor_rank if group == "data" else topology.data_rank
-        found[tuple(sorted(Counter(of(rank) for rank in ranks).values()))] = None
+        found[tuple(sorted(Counter(of(rank) for rank in topology.ranks_on(node)).values()))] = None
     return size, tuple(found)
 
 

@@ -9,15 +9,15 @@ from typing import TypeVar
 from ..contract import train
 from ..contract.errors import UsageError
 from ..contract.launch import Program
-from ..contract.partition import Layout
 from ..contract.topology import Topology
-from ..specs.models import Cluster, Data, FactoryModel, GptModel, Job, Optimizer
+from ..specs.models import Checkpoint, Cluster, Data, FactoryModel, GptModel, Job, Optimizer
 from . import batch as batches
-from . import options, shapes, verdict
+from . import options, shapes, unlike, verdict
 from .communication import bounds, step_traffic
 from .devices import check_precision, device_bytes, not_built
 from .memory import PRECISION_BYTES, Elements, element_bytes, plan_state, state_table
-from .place import SlotsWish, choose_nodes
+from .partitioned import check_zero, layout_of, zero_of
+from .place import SlotsWish, choose_nodes, pool_remarks
 from .plan import Plan, StatePlan, TableRow
 from .reasons import CannotPlan, Reason
 from .step import Step, step_lines
@@ -58,15 +58,20 @@ def draft_plan(
     """:func:`make_plan` without looking for changes that would fit."""
     wanted = job.nodes if nodes is None else nodes
     chosen, reasons = choose_nodes(cluster, wanted, job.slots_per_node if slots is None else slots)
+    told = (*pool_remarks(job, cluster), *unlike.remarks(cluster, chosen))
+    cluster, unfit = unlike.on_nodes(cluster, chosen)
+    reasons += unfit
     reasons += check_precision(job, cluster)
     reasons += _check_time(job, cluster)
     tensor = job.parallel.tensor if job.model is not None else 1
     world_size = sum(node.slots for node in chosen)
     reasons += shapes.check_tensor(job, tensor, world_size) if tensor > 1 and not reasons else []
+    reasons += check_zero(job, chosen, tensor) if not reasons else []
     if reasons:
         raise CannotPlan(job.name, cluster.name, reasons)
 
-    topology = Topology(tuple(node.slots for node in chosen), tensor)
+    zero = zero_of(job.zero, len(chosen)) if job.model is not None and job.zero is not None else None
+    topology = Topology(tuple(node.slots for node in chosen), tensor, zero.replicas if zero else 1)
     config = None
     if job.model is not None:
         config = _train_config(job, cluster, topology, global_batch)
@@ -84,6 +89,8 @@ def draft_plan(
         global_batch=config.batch.global_batch(topology.data_parallel) if config else None,
         not_built=not_built(job),
         judgement=verdict.judge(state, ()),
+        pool=cluster.pool if cluster.pools else None,
+        remarks=told,
     )
     return _with_step(plan, job, cluster)
 
@@ -97,11 +104,12 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
     recomputed = shapes.recomputed_blocks(job, model.layers)
     step = Step(
         shapes.Shapes.of(model, micro=micro, tensor=topology.tensor, item=PRECISION_BYTES[job.precision]),
-        _layout(job, model, topology),
+        layout_of(job, model, topology, config.zero),
         state.stages[state.chosen],
         recomputed,
         job.activations,
         cluster.device.kind,
+        config.zero,
     )
     lines = step_lines(step)
     traffic = step_traffic(step, topology, config.batch.accumulation)
@@ -120,7 +128,8 @@ def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> 
     if not isinstance(job.model, GptModel) or job.zero is None or job.optimizer is None:
         raise UsageError(f"job {job.name}: a table needs a model whose parameters are counted here")
     each = element_bytes(job.precision, job.zero.gradient_dtype, _moments(job.optimizer))
-    elements = Elements.of_layout(_layout(job, job.model, plan.topology))
+    assert plan.train is not None
+    elements = Elements.of_layout(layout_of(job, job.model, plan.topology, plan.train.zero))
     return state_table(elements, each, {*worlds, plan.topology.world_size}, device_bytes(cluster))
 
 
@@ -156,7 +165,8 @@ def _state(job: Job, cluster: Cluster, topology: Topology) -> StatePlan:
     each = element_bytes(job.precision, zero.gradient_dtype, _moments(_need(job, job.optimizer, "optimizer")))
     elements, parameters = None, None
     if isinstance(job.model, GptModel):
-        elements, parameters = Elements.of_layout(_layout(job, job.model, topology)), shapes.gpt_numel(job.model)
+        layout = layout_of(job, job.model, topology, zero_of(zero, len(topology.slots)))
+        elements, parameters = Elements.of_layout(layout), shapes.gpt_numel(job.model)
     return plan_state(
         elements,
         each,
@@ -164,17 +174,6 @@ def _state(job: Job, cluster: Cluster, topology: Topology) -> StatePlan:
         world_size=topology.world_size,
         device_bytes=budget,
         parameters=parameters,
-    )
-
-
-def _layout(job: Job, model: GptModel, topology: Topology) -> Layout:
-    return shapes.gpt_layout(
-        model,
-        ranks=topology.data_parallel,
-        bucket_bytes=_need(job, job.zero, "zero").bucket,
-        tensor=topology.tensor,
-        precision=job.precision,
-        groups=tuple(group.match for group in job.optimizer.groups) if job.optimizer else (),
     )
 
 
@@ -190,24 +189,29 @@ def _train_config(job: Job, cluster: Cluster, topology: Topology, kept: int | No
         factory = train.Factory(model.factory, dict(model.options), model.loss)
     evaluate = job.evaluate
     return train.TrainConfig(
-        zero=train.Zero(zero.stage, zero.bucket, zero.gradient_dtype),
+        zero=zero_of(zero, len(topology.slots)),
         optimizer=_optimizer(_need(job, job.optimizer, "optimizer")),
         batch=_batch(job, cluster, topology, kept),
         steps=_need(job, job.steps, "steps"),
-        data=_data(_need(job, job.data, "data")),
+        data=_data(_need(job, job.data, "data"), cluster),
         gpt=gpt,
         factory=factory,
+        weights=None if model is None else model.weights,
         precision=job.precision,
         seed=job.seed,
         tensor=topology.tensor,
         evaluate=train.Evaluate(evaluate.every, evaluate.tokens) if evaluate else None,
-        checkpoint=train.Checkpointing(job.checkpoint.every_steps, job.checkpoint.every_s, job.checkpoint.keep),
+        checkpoint=_checkpointing(job.checkpoint),
         recompute=job.recompute,
         activations=job.activations,
         split=dict(job.parallel.split),
         groups=_groups(job),
         group_function=job.groups,
     )
+
+
+def _checkpointing(said: Checkpoint) -> train.Checkpointing:
+    return train.Checkpointing(said.every_steps, said.every_s, said.keep, said.background)
 
 
 def _batch(job: Job, cluster: Cluster, topology: Topology, kept: int | None) -> train.Batch:
@@ -261,7 +265,12 @@ def _groups(job: Job) -> tuple[train.ParameterGroup, ...]:
     return tuple(train.ParameterGroup(group.match, group.lr, group.weight_decay) for group in groups)
 
 
-def _data(data: Data) -> train.Data:
+def _data(data: Data, cluster: Cluster) -> train.Data:
+    if data.dataset is not None:
+        found = cluster.datasets.get(data.dataset)
+        if found is None:  # the descriptions' own check says it first, with its place
+            raise UsageError(f"cluster {cluster.name} has no dataset {data.dataset!r}")
+        return train.Data(None, found.train, found.heldout, None, dict(data.options))
     return train.Data(data.text, data.tokens, data.heldout, data.factory, dict(data.options))
 
 

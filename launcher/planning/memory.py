@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..contract.errors import UsageError
@@ -57,12 +57,14 @@ class Elements:
     Of a layout: the units of one tensor rank, each padded when it is divided, wherever it lies (a flat
     buffer carries its padding also where it is whole). Of a plain count: all of it, as one piece that is
     divided without padding; a share that is no whole number is rounded up to a byte, not to an element.
+    Each of ``replicas`` groups of ranks holds all of it, partitioned inside.
     """
 
     trainable: tuple[int, ...]
     frozen: tuple[int, ...] = ()
     padded: bool = False
     tensor: int = 1
+    replicas: int = 1
 
     @cached_property
     def trainable_sizes(self) -> Counter[int]:
@@ -85,16 +87,18 @@ class Elements:
             tuple(unit.numel for unit in layout.units if not unit.trainable),
             True,
             layout.tensor,
+            layout.replicas,
         )
 
 
 def rank_bytes(zero_stage: int, elements: Elements, each: ElementBytes, ranks: int) -> int:
-    """State bytes of one rank; of ``ranks`` data-parallel ranks the one that owns most."""
+    """State bytes of one rank; of ``ranks`` data-parallel ranks (of one replica) the one that owns most."""
     replicated, divided = _split(zero_stage, each)
     frozen_replicated, frozen_divided = (0, each.weights) if zero_stage >= 3 else (each.weights, 0)
     if elements.padded:
+        replicas = elements.replicas
         shard, frozen_shard = (
-            sum(-(-n // ranks) * times for n, times in pieces.items())
+            sum(-(-n // (ranks * replicas)) * replicas * times for n, times in pieces.items())
             for pieces in (elements.trainable_sizes, elements.frozen_sizes)
         )
         whole = (replicated * shard + frozen_replicated * frozen_shard) * ranks
@@ -129,7 +133,7 @@ def stage_memory(
 def _all_ranks(zero_stage: int, elements: Elements, each: ElementBytes, ranks: int, total: int) -> int:
     """Over the whole world. A padded layout is equal on all ranks; a plain count is divided exactly."""
     if elements.padded:
-        return total * ranks * elements.tensor
+        return total * ranks * elements.tensor * elements.replicas
     replicated, divided = _split(zero_stage, each)
     frozen_copies = 1 if zero_stage >= 3 else ranks
     return (replicated * ranks + divided) * sum(elements.trainable) + each.weights * sum(
@@ -155,7 +159,7 @@ def floor_bytes(zero_stage: int, elements: Elements, each: ElementBytes) -> int:
 
 
 def smallest_ranks(zero_stage: int, elements: Elements, each: ElementBytes, device_bytes: int) -> int | None:
-    """The smallest world size (a multiple of the tensor degree) whose state fits; None: no number helps."""
+    """The smallest world size (a multiple of tensor degree and replicas) whose state fits; None: no number helps."""
 
     def without_padding(ranks: int) -> int:
         """Falls as ranks are added; below ``rank_bytes`` by the padding of what is replicated."""
@@ -166,7 +170,7 @@ def smallest_ranks(zero_stage: int, elements: Elements, each: ElementBytes, devi
             each.gradients if zero_stage >= 2 else 0,
             each.optimizer if zero_stage >= 1 else 0,
         )
-        alone = Elements(elements.trainable, elements.frozen if zero_stage >= 3 else (), True)
+        alone = replace(elements, frozen=elements.frozen if zero_stage >= 3 else ())
         return floor_bytes(zero_stage, elements, each) + rank_bytes(zero_stage, alone, divided, ranks)
 
     # From here on a rank would own less than one parameter, which is none.
@@ -180,7 +184,7 @@ def smallest_ranks(zero_stage: int, elements: Elements, each: ElementBytes, devi
     # Padding comes and goes with the number of ranks: the first that fits is at most a little further.
     for ranks in range(low, low + _PADDING_SEARCH):
         if rank_bytes(zero_stage, elements, each, ranks) <= device_bytes:
-            return ranks * elements.tensor
+            return ranks * elements.tensor * elements.replicas
     return None
 
 
@@ -208,7 +212,7 @@ def plan_state(
     if elements is None:
         because = "the parameters of a factory's model are not counted here"
         return StatePlan(None, (), chosen, device_bytes, "cannot be said", because)
-    ranks = world_size // elements.tensor
+    ranks = world_size // (elements.tensor * elements.replicas)
     stages = tuple(stage_memory(stage, elements, each, ranks, device_bytes) for stage in ZERO_STAGES)
     count = parameters if parameters is not None else sum(elements.trainable) + sum(elements.frozen)
     verdict, because = _judge(stages, chosen, world_size, device_bytes)
@@ -221,14 +225,15 @@ def plan_state(
 def state_table(
     elements: Elements, each: ElementBytes, worlds: Iterable[int], device_bytes: int | None = None
 ) -> tuple[TableRow, ...]:
-    """All stages at each of the world sizes that the tensor degree divides."""
+    """All stages at each of the world sizes that the tensor degree and the replicas divide."""
+    copies = elements.tensor * elements.replicas
     return tuple(
         TableRow(
             world,
-            tuple(stage_memory(s, elements, each, world // elements.tensor, device_bytes) for s in ZERO_STAGES),
+            tuple(stage_memory(s, elements, each, world // copies, device_bytes) for s in ZERO_STAGES),
         )
         for world in sorted(set(worlds))
-        if world % elements.tensor == 0
+        if world % copies == 0
     )
 
 

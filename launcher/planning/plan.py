@@ -83,12 +83,12 @@ class Traffic:
 
     ``volume_elements`` counts whole messages, as the ZeRO paper does; ``sent_bytes`` is what leaves the rank, of
     which ``inside_bytes`` stay in its node; ``node_bytes`` leave a whole node, all its ranks together (the busiest
-    node's). ``group`` is over which ranks: data · tensor.
+    node's). ``group`` is over which ranks: data (of one replica) · replica (across them) · tensor.
     """
 
     what: str
     collective: Literal["all-gather", "reduce-scatter", "all-reduce"]
-    group: Literal["data", "tensor"]
+    group: Literal["data", "replica", "tensor"]
     volume_elements: int
     sent_bytes: int
     inside_bytes: int
@@ -153,6 +153,8 @@ class Plan:
     traffic: tuple[Traffic, ...] | None = None  # None likewise; empty on one rank
     bounds: Bounds | None = None
     judgement: Judgement = Judgement("cannot be said", "the step is not planned")
+    pool: str | None = None  # the cluster's pool that it is planned for, where there are pools
+    remarks: tuple[str, ...] = ()  # what a person should read before walking away, a line each
     simulation: Simulation | None = None  # of one rank's step; ``step`` then tells what it held
 
     @property

@@ -10,7 +10,7 @@ from ..contract.errors import UsageError
 
 class Reason(NamedTuple):
     """``name`` is one word that stays the same: nodes · slots · time · precision · batch · model · tensor ·
-    extra · missing."""
+    zero · extra · missing."""
 
     name: str
     message: str

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..contract.partition import Layout
+from ..contract.train import Zero
+from .memory import PRECISION_BYTES
+from .partitioned import rows, staying
 from .plan import Alive, StageMemory, StepLine
 from .shapes import Shapes
 
 IN_FLIGHT = 2  # bucket buffers of a kind that the engine keeps (engine/reduce.py)
-PREFETCH = 1  # units gathered ahead of use at stage 3 (engine/config.py)
 SLACK_PER_MILLE = 50
 """Allocator slack, an assumption: of what comes and goes within a step, how much is lost to rounding and holes."""
 
@@ -40,6 +42,18 @@ class Step:
     recomputed: int = 0
     stored: Stored = "whole"
     device_kind: Literal["cpu", "gpu"] = "gpu"
+    zero: Zero = Zero(0)
+
+    @property
+    def gradient_item(self) -> int:
+        """Bytes of an element of the accumulated gradient."""
+        return PRECISION_BYTES[self.zero.gradient_dtype]
+
+    @property
+    def message_item(self) -> int:
+        """Of the messages that sum gradients: passing buckets are in the working precision, slices of a whole
+        gradient in its own."""
+        return self.shapes.item if self.state.zero_stage >= 2 else self.gradient_item
 
     @property
     def partitioned(self) -> bool:
@@ -137,26 +151,26 @@ def _activations(step: Step) -> list[StepLine]:
 
 
 def _gathered(step: Step) -> list[StepLine]:
-    """Stage 3: embedding and last norm from forward to backward, and blocks around the one in use."""
+    """Stage 3: what stays from forward to backward, and the units around the one in use. In backward the largest such
+    window inside the last block counts, which is where everything else is at its most."""
     if not step.gathers:
         return []
-    item = step.shapes.item
-    blocks: dict[str, int] = {}  # a block's split and replicated parameters are units of their own
-    for unit in step.layout.units:
-        if unit.name.startswith("blocks."):
-            name = unit.name.split("#")[0]
-            blocks[name] = blocks.get(name, 0) + unit.padded * item
-    sizes = list(blocks.values())
-    kept = sum(unit.padded * item for unit in step.layout.units) - sum(sizes)
-    window = sum(sizes[-(1 + PREFETCH) :])
-    return [
-        StepLine.of(
-            "gathered parameters",
-            Alive(kept + sizes[-1], kept + window),
-            "arithmetic",
-            f"embedding and norm whole, {min(len(sizes), 1 + PREFETCH)} blocks of {max(sizes):,} bytes",
-        )
-    ]
+    layout, zero, item = step.layout, step.zero, step.shapes.item
+    given = rows(layout)
+    sizes = [sum(layout.units[number].padded for number in row) * item for row in given]
+    root = sum(unit.padded * item for unit in layout.units if not unit.modules)
+    stay = sum(size for size, stays in zip(sizes, staying(layout, zero.reshard), strict=True) if stays)
+    window = 0
+    if sizes:
+        last = layout.units[given[-1][0]].modules[-1].split(".")[:2]
+        inside = [at for at, row in enumerate(given) if layout.units[row[0]].modules[-1].split(".")[:2] == last]
+        window = max(sum(sizes[max(0, at - zero.prefetch) : at + 1]) for at in inside)
+        window = max(window, stay) if zero.reshard == "keep" else window
+    told = {"keep": "all units from forward to backward", "after_forward": "no unit from forward to backward"}
+    count = min(len(sizes), 1 + zero.prefetch)
+    note = f"embedding and norm whole, {told.get(zero.reshard, 'the last unit from forward to backward')}"
+    note += f"; {count} in use or on their way, of {max(sizes, default=0):,} bytes at most"
+    return [StepLine.of("gathered parameters", Alive(root + stay, root + window), "arithmetic", note)]
 
 
 def bucket_width(layout: Layout) -> int:
@@ -165,10 +179,18 @@ def bucket_width(layout: Layout) -> int:
 
 
 def _buckets(step: Step) -> StepLine:
+    if not step.partitioned:
+        return _constant("communication buckets", 0, "one rank sends nothing")
+    if step.state.zero_stage == 0 and step.zero.reduce_with == "native":
+        return _constant("communication buckets", 0, "the library sums in place")
     kinds = 2 if step.state.zero_stage >= 2 else 1
-    width = bucket_width(step.layout) * step.shapes.item
-    held = kinds * IN_FLIGHT * width if step.partitioned else 0
-    note = f"{kinds * IN_FLIGHT} buffers of {width:,} bytes, allocated once" if held else "one rank sends nothing"
+    width = bucket_width(step.layout)
+    held = kinds * IN_FLIGHT * width * step.message_item
+    note = f"{kinds * IN_FLIGHT} buffers of {width * step.message_item:,} bytes, allocated once"
+    if step.layout.replicas > 1:
+        share = width // step.layout.ranks * step.gradient_item
+        held += IN_FLIGHT * share
+        note += f"; {IN_FLIGHT} of {share:,} bytes for sums across replicas"
     return _constant("communication buckets", held, note)
 
 
