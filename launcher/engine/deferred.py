@@ -7,11 +7,16 @@ sliced and dropped. At no time is more than one large parameter whole.
 
 Random operations are carried out once while recording, into a tensor that is thrown away at once: that
 is what moves the generator on exactly as an ordinary construction does.
+
+A factory may also build on the meta device itself. What its construction leaves without values is then filled as its
+author would: by the model's ``init_weights()``, or module by module, in module order, by ``init_weights()`` or
+``reset_parameters()`` of each that lacks some.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
+
+from ..contract.errors import UsageError
 
 LARGE = 1024
 """Elements from which on a tensor is deferred."""
@@ -43,19 +50,47 @@ class _Operation:
     random: Tensor | None
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Defers large tensors made inside; :meth:`whole` makes one of them."""
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows which tensors made inside were only allocated: nothing wrote into them yet."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._bare: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._run_watched(function, args, dict(kwargs or {}))
+
+    def _run_watched(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        if function.__name__.startswith(("empty", "new_empty")):
+            self._bare.update({_key(t): t.untyped_storage() for t in _tensors(result)})
+        elif self._bare:
+            for place, argument in enumerate(function._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = args[place] if place < len(args) else kwargs.get(argument.name)
+                    for tensor in _tensors(written):
+                        self._bare.pop(_key(tensor), None)
+        return result
+
+    def is_filled(self, tensor: Tensor) -> bool:
+        """Whether anything but an allocation wrote into the storage of ``tensor``."""
+        return _key(tensor) not in self._bare
+
+
+class Recording(Watching):  # type: ignore[no-untyped-call]
+    """Defers large tensors made inside; :meth:`whole` makes one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._operations: list[_Operation] = []
+        self._filled: set[int] = set()
         self._alive: list[Any] = []  # storages, so that their addresses stay theirs
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         reads = frozenset(_key(t) for t in _metas((args, kwargs)))
         if not reads and not _makes_large(function, args, kwargs):
-            return function(*args, **kwargs)
+            return self._run_watched(function, args, kwargs)
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             state = torch.get_rng_state()
@@ -66,8 +101,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive += [t.untyped_storage() for t in made]
         # Aliases: a parameter may be given another storage later (``model.to(dtype)``).
         args, kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
-        self._operations.append(_Operation(function, args, kwargs, outputs, reads, frozenset(written), state))
+        self._note(_Operation(function, args, kwargs, outputs, reads, frozenset(written), state))
         return outputs
+
+    def _note(self, operation: _Operation) -> None:
+        self._operations.append(operation)
+        if "empty" not in str(operation.function):
+            self._filled |= operation.writes
 
     def noted(self, function: Any) -> Any:
         """``function(tensor, …)``, which fills ``tensor``, as one operation of the record."""
@@ -81,15 +121,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with torch.utils._python_dispatch._disable_current_modes():
                 _run(function, (tensor, *args), kwargs, _scratch)
             key = frozenset({_key(tensor)})
-            self._operations.append(_Operation(function, (tensor, *args), kwargs, tensor, key, key, state))
+            self._note(_Operation(function, (tensor, *args), kwargs, tensor, key, key, state))
             return tensor
 
         return fill
 
     def is_filled(self, tensor: Tensor) -> bool:
-        """Whether anything but an allocation wrote into the storage of ``tensor``."""
-        key = _key(tensor)
-        return any(key in operation.writes and "empty" not in str(operation.function) for operation in self._operations)
+        return _key(tensor) in self._filled if tensor.device.type == "meta" else super().is_filled(tensor)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The values that ``tensor`` (deferred, or not) would have had."""
@@ -189,6 +227,7 @@ def record(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
     try:
         with _init_functions_noted(recording), recording:
             model = factory()
+            _fill(model, recording)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.device.type == "meta" and not recording.is_filled(tensor):
                 raise NotDeferred(f"how {name} gets its first values could not be noted")
@@ -199,6 +238,51 @@ def record(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
         torch.set_rng_state(state)
         raise
     return model, recording
+
+
+def built_whole(factory: Callable[[], nn.Module]) -> nn.Module:
+    """The factory's model in memory. Raises :class:`UsageError` for a parameter on the meta device."""
+    with Watching() as watching:
+        model = factory()
+        _fill(model, watching)
+    return refuse_meta(model)
+
+
+def _fill(model: nn.Module, watching: Watching) -> None:
+    """Calls what the model's author wrote to give it its first values, where its construction has not."""
+
+    def lacks(module: nn.Module, *, inside: bool) -> bool:
+        tensors = (*module.parameters(recurse=inside), *module.buffers(recurse=inside))
+        return any(not watching.is_filled(t) for t in tensors)
+
+    def call(module: nn.Module, name: str) -> bool:
+        function = getattr(module, name, None)
+        if not callable(function):
+            return False
+        try:
+            inspect.signature(function).bind()
+        except TypeError as error:
+            raise NotDeferred(f"{type(module).__name__}.{name}() needs arguments: {error}") from error
+        function()
+        return True
+
+    if not lacks(model, inside=True) or call(model, "init_weights"):
+        return
+    for module in model.modules():
+        if lacks(module, inside=False) and not call(module, "init_weights"):
+            call(module, "reset_parameters")
+
+
+def refuse_meta(model: nn.Module) -> nn.Module:
+    """The model, if every parameter of it has memory. Raises :class:`UsageError` naming one that has none."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise UsageError(
+                f"parameter {name} is on the meta device, and nothing gives it its first values",
+                hint="give ZeroEngine the function that builds the model, and the model init_weights(), or its modules "
+                "reset_parameters(), that need no arguments",
+            )
+    return model
 
 
 @contextmanager

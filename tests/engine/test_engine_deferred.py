@@ -13,6 +13,7 @@ from engine_models import MODELS, digest, whole_state
 from engine_ranks import run_ranks
 from torch import nn
 
+from launcher.contract.errors import UsageError
 from launcher.engine import ZeroEngine, deferred
 from launcher.engine.deferred import record
 from launcher.engine.flat import FlatUnit
@@ -104,6 +105,89 @@ def _unseeded(rank: int, world: int) -> str:
 
 def test_ranks_draw_rank_zeros_numbers() -> None:
     assert len(set(run_ranks(3, _unseeded))) == 1
+
+
+class Late(nn.Module):
+    """A part whose values come from ``reset_parameters()`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(60, 40))
+        self.few = nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=0.2)
+        with torch.no_grad():
+            self.few.copy_(self.weight[0, :3] * 2)
+
+
+class Whole(nn.Module):
+    """Made empty; the model's own ``init_weights()`` fills all of it, parts in another order than they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Late(), Late()
+        self.table = nn.Parameter(torch.empty(70, 30))
+        self.register_buffer("ramp", torch.empty(2000))
+
+    def init_weights(self) -> None:
+        self.ramp.copy_(torch.arange(2000))  # type: ignore[operator]
+        nn.init.normal_(self.table)
+        self.second.reset_parameters()
+        self.first.reset_parameters()
+
+
+def _on_meta(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return factory()
+
+    return build
+
+
+def _late() -> nn.Module:
+    return nn.Sequential(Late(), nn.Linear(40, 60), Late())
+
+
+def _initialised_late() -> nn.Module:
+    """What a user does: build, then have each module that was left empty fill itself, in module order."""
+    model = _late()
+    for part in (model[0], model[2]):  # type: ignore[index]
+        part.reset_parameters()  # type: ignore[operator]
+    return model
+
+
+def _initialised_whole() -> nn.Module:
+    model = Whole()
+    model.init_weights()
+    return model
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(("factory", "ordinary"), [(_late, _initialised_late), (Whole, _initialised_whole)])
+def test_what_is_built_empty_is_filled_as_its_author_would(
+    factory: Callable[[], nn.Module], ordinary: Callable[[], nn.Module], meta: bool
+) -> None:
+    torch.manual_seed(5)
+    expected = ordinary().state_dict()
+    torch.manual_seed(5)
+    zero = ZeroEngine(_on_meta(factory) if meta else factory, CONFIG)
+    found = zero.model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_what_nothing_fills_is_named() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(60, 40))
+
+    with pytest.raises(UsageError, match="parameter weight is on the meta device, and nothing gives it"):
+        ZeroEngine(_on_meta(Bare), CONFIG)
+    with pytest.raises(UsageError, match=r"parameter 0\.weight is on the meta device"):
+        ZeroEngine(_on_meta(_late)(), CONFIG)
 
 
 class Looking(nn.Module):
