@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .attempts import Attempts, Source, keep_code, not_known, one_folder, remembered, take_attempt
+from .attempts import Attempts, Source, keep_code, made_of, not_known, one_folder, remembered, take_attempt
 from .bundles import Bundle, runtime_bundle
 from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
@@ -216,12 +216,11 @@ class App:
         from .planning import make_plan
 
         loaded = self.store.load(self.resolve(run))
-        nodes = loaded.last("submitting", attempt=attempt)
-        job = specs.job_from_plain(loaded.about["job"])
-        cluster = specs.cluster_from_plain(loaded.about["cluster"])
-        kept = loaded.about["plan"].get("global_batch")
-        number = int(nodes.data["num_nodes"]) if nodes else None
-        return beside(loaded, attempt, make_plan(job, cluster, nodes=number, global_batch=kept))
+        made = made_of(loaded, attempt)
+        job = specs.job_from_plain(loaded.about["job"], made.sets)
+        cluster = specs.moved(specs.cluster_from_plain(loaded.about["cluster"]), job.pool)
+        plan = make_plan(job, cluster, nodes=made.num_nodes, global_batch=made.global_batch)
+        return beside(loaded, attempt, plan)
 
     def list_runs(self) -> list[RunState]:
         """Every run at home, oldest first; those not known to have ended are asked after, a cluster at a time."""
@@ -376,7 +375,7 @@ class App:
     ) -> Submitted:
         """The next attempt of the run, from the newest whole checkpoint, on the same or another number of nodes.
 
-        ``sets`` are assignments over the job's description as it was submitted (``steps=600`` goes further);
+        ``sets`` are assignments over the job as its last attempt had it (``steps=600`` goes further);
         a checkpoint that does not fit what they make of the model is refused by the engine.
         """
         from . import specs
@@ -384,7 +383,9 @@ class App:
         from .planning import check_engine, make_plan
 
         loaded = self.store.load(self.resolve(run))
-        job = specs.job_from_plain(loaded.about["job"], sets)
+        before = made_of(loaded, loaded.attempt)
+        assigned = (*before.sets, *sets)
+        job = specs.job_from_plain(loaded.about["job"], assigned)
         cluster = specs.moved(specs.cluster_from_plain(loaded.about["cluster"]), job.pool)
         secret_values = read_secrets(job.secrets)
         backend = self.attempts.open(cluster, runtime_bundle())
@@ -400,13 +401,13 @@ class App:
                 if chosen
                 else ["the run has no checkpoint that zerun knows; " + _BY_ITSELF]
             )
-            kept = None if any(s.startswith("batch.") for s in sets) else loaded.about["plan"].get("global_batch")
+            kept = None if any(s.startswith("batch.") for s in sets) else before.global_batch
             plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
             check_engine(plan)
             refuse_what_cannot_fit(plan)
             attempt = max(state.attempt, loaded.attempt) + 1
             code_name = str(loaded.about["code"]["name"])
-            source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)))
+            source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)), assigned)
             with loaded.making():
                 loaded = self.store.load(loaded.name)
                 take_attempt(loaded, attempt)

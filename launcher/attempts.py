@@ -12,17 +12,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 from .bundles import Bundle, CodeBundle, Wish, code_bundle, runtime_bundle
 from .contract.errors import Interrupted, Refused, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
-from .contract.plain import dumps, to_plain, write_atomically
+from .contract.plain import PlainError, dumps, from_plain, to_plain, write_atomically
 from .observe import observe
 from .runs import EXITS, Run, RunState, RunStore, fold
 
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Handle, Place, Submission
+    from .contract.data_files import DataFile
     from .contract.launch import LaunchSpec
     from .planning.plan import Plan
     from .specs.models import Cluster, Job
@@ -39,6 +40,8 @@ class Source:
     cluster: Cluster
     plan: Plan
     code: Bundle
+    sets: tuple[str, ...] = ()  # assignments over the job as it was submitted: this attempt's, and those before it
+    data: tuple[DataFile, ...] = ()  # its token files, as they were found before it was sent
 
 
 class Attempts:
@@ -86,7 +89,7 @@ class Attempts:
 
         runtime = self.keep(runtime_bundle())
         code = self.keep(source.code)
-        return launch_spec(
+        launch = launch_spec(
             source.plan,
             source.job,
             source.cluster,
@@ -99,6 +102,8 @@ class Attempts:
             secrets_file=f"{runs}/.secrets/{run}.json" if source.job.secrets else None,
             resume_step=resume_step,
         )
+        data = source.job.data
+        return replace(launch, stage=source.data) if data is not None and data.stage_to is not None else launch
 
     def render(self, source: Source, launch: LaunchSpec) -> bytes:
         """The script that is submitted."""
@@ -120,6 +125,7 @@ class Attempts:
         run = self.store.append(
             run, "submitting", attempt, time.time(), name=submission.name, num_nodes=len(source.plan.nodes),
             ranks=source.plan.topology.world_size, runtime=Path(launch.runtime).name, resume_step=launch.resume_step,
+            sets=list(source.sets), global_batch=source.plan.global_batch,
         )  # fmt: skip
         try:
             handle = backend.submit(submission)
@@ -245,6 +251,35 @@ def keep_code(run: Run, code: CodeBundle) -> None:
     write_atomically(run.folder / "code.json", dumps(code.about()))
     if code.diff:
         write_atomically(run.folder / "code.diff", code.diff, mode=0o600)
+
+
+@dataclass(frozen=True)
+class Made:
+    """How an attempt differs from the job as it was submitted; ``num_nodes`` None: nothing was written of it."""
+
+    sets: tuple[str, ...] = ()
+    global_batch: Optional[int] = None  # Optional: from_plain reads no other spelling
+    num_nodes: Optional[int] = None
+
+
+def made_of(run: Run, attempt: int) -> Made:
+    """What ``attempt`` was made with: one that Slurm began again is as the one before it, and a submit that failed is
+    nobody's."""
+    for event in reversed(run.events):
+        refused = event.attempt < attempt and run.last("submit_failed", attempt=event.attempt)
+        if event.event == "submitting" and event.attempt <= attempt and not refused:
+            told = {key: event.data[key] for key in ("sets", "global_batch", "num_nodes") if key in event.data}
+            try:
+                made = from_plain(Made, told)
+            except PlainError as problem:
+                raise UsageError(f"the journal of {run.name} is damaged: {problem}", hint=f"see {run.folder}") from None
+            return made if "global_batch" in told else replace(made, global_batch=_first_batch(run))
+    return Made(global_batch=_first_batch(run))
+
+
+def _first_batch(run: Run) -> int | None:
+    found = run.about["plan"].get("global_batch")
+    return int(found) if found is not None else None
 
 
 def take_attempt(run: Run, attempt: int) -> None:

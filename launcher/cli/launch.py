@@ -120,7 +120,7 @@ def resume_verb(
 ) -> None:
     """Starts a run's next attempt from a checkpoint, on the same or another number of ranks.
 
-    The global batch and the cluster stay what they were. Says which checkpoints were looked at, which was taken,
+    The global batch, the cluster and what earlier resumes had --set stay what they were. Says which checkpoints were looked at, which was taken,
     and why. A program that has none of ours starts again, as the next attempt. Prints the run's id on stdout.
     """
     app = options.open_app()

@@ -53,6 +53,19 @@ def test_stopped_and_resumed_is_bitwise_a_run_never_interrupted(laptop: Site) ->
     assert "done" in told.stderr and "--set steps=N" in told.stderr
     uninterrupted, resumed = losses(laptop.run_folder(whole), 1), losses(folder, 2)
     assert {s: v for s, v in uninterrupted.items() if s > 6} == resumed
+    _resumed_otherwise(laptop, cut)
+
+
+def _resumed_otherwise(laptop: Site, cut: str) -> None:
+    """What a resume sets stays set, and the plan beside its figures is of the job as it then was."""
+    for attempt, words in ((3, ("--set", "steps=62", "--set", "zero.stage=3")), (4, ("--set", "steps=64"))):
+        laptop.zerun("resume", cut, *words, "--follow")
+        told = laptop.json("status", cut, "--plan")
+        assert (told["state"], told["attempt"]) == ("done", attempt)
+        plan = {row["what"].split(",")[0]: row for row in told["plan"]}
+        for what in ("parameters", "gradients", "optimizer", "sent"):
+            assert plan[what]["planned"] == plan[what]["measured"] > 0, plan[what]
+        assert plan["parameters"]["planned"] == plan["gradients"]["planned"], "stage 3 holds a share of both"
 
 
 def test_following_can_end_while_the_run_goes_on(laptop: Site) -> None:

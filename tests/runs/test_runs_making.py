@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.attempts import take_attempt
+from launcher.attempts import Made, made_of, take_attempt
 from launcher.backends.protocol import Poll
 from launcher.contract.errors import UsageError
 from launcher.runs import Observation, Run, RunStore, fold
@@ -18,7 +18,7 @@ NAME = "job-20260101-000000-aaaa"
 MAKER = """
 import sys, time
 from pathlib import Path
-from launcher.attempts import take_attempt
+from launcher.attempts import Made, made_of, take_attempt
 from launcher.runs import RunStore
 run = RunStore(Path(sys.argv[1])).load(sys.argv[2])
 with run.making():
@@ -74,3 +74,22 @@ def test_nodes_that_are_gone_for_good_do_not_keep_a_run_open(run: Run) -> None:
     )
     state = fold(run, seen)
     assert state.state == "failed" and state.notes == ("n1 did not answer: n1 is off",)
+
+
+def test_an_attempt_is_made_with_what_the_ones_before_it_were_given(tmp_path: Path) -> None:
+    """A requeued attempt is as the one before it; one whose submit failed leaves nothing behind."""
+    store = RunStore(tmp_path)
+    run = store.create("job-20260101-000000-cccc", {"plan": {"global_batch": 16}})
+    assert made_of(run, 1) == Made((), 16, None)
+    run = store.append(run, "submitting", 1, 5.0, name="x", num_nodes=2)  # of a launcher that wrote no assignments
+    assert made_of(run, 1) == Made((), 16, 2)
+    stage = ["zero.stage=3", "batch.global=32"]
+    run = store.append(run, "submitting", 2, 6.0, name="x", num_nodes=4, sets=stage, global_batch=32)
+    run = store.append(run, "submitting", 3, 7.0, name="x", num_nodes=1, sets=[*stage, "steps=9"], global_batch=64)
+    run = store.append(run, "submit_failed", 3, 8.0, error="no")
+    assert made_of(run, 1) == Made((), 16, 2)
+    assert made_of(run, 2) == made_of(run, 4) == Made(tuple(stage), 32, 4)
+    assert made_of(run, 3).sets[-1] == "steps=9"
+    damaged = store.append(run, "submitting", 5, 9.0, name="x", sets="steps=9")
+    with pytest.raises(UsageError, match="damaged"):
+        made_of(damaged, 5)
