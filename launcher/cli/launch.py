@@ -120,8 +120,9 @@ def resume_verb(
 ) -> None:
     """Starts a run's next attempt from a checkpoint, on the same or another number of ranks.
 
-    The global batch, the cluster and what earlier resumes had --set stay what they were. Says which checkpoints were looked at, which was taken,
-    and why. A program that has none of ours starts again, as the next attempt. Prints the run's id on stdout.
+    The global batch, the cluster and what earlier resumes had --set stay what they were. Says which checkpoints
+    were looked at, which was taken, and why. A program that has none of ours starts again, as the next attempt.
+    Prints the run's id on stdout.
     """
     app = options.open_app()
     resumed = app.resume(app.resolve(run), nodes=nodes, step=step, sets=sets or (), notice=show.note)
