@@ -108,7 +108,7 @@ class App:
                 problems += error.problems
         if problems or loaded_job is None or loaded_cluster is None:
             raise DescriptionError(problems)
-        return loaded_job, loaded_cluster
+        return loaded_job, specs.job_on(loaded_job, loaded_cluster, job, for_job)
 
     def plan(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> Plan:
         from .planning import make_plan
@@ -124,7 +124,7 @@ class App:
         loaded_job, loaded_cluster = self.describe(job, cluster, sets)
         plan = make_plan(loaded_job, loaded_cluster)
         code = code_root(job.resolve().parent, loaded_job.code.root)
-        request = request_of(plan, rank, code, loaded_cluster.device.kind)
+        request = request_of(plan, rank, code, loaded_cluster.device_of(plan.nodes[0].name).kind)
         try:
             return with_simulation(plan, run_simulation(request, loaded_job.env))
         except UsageError as problem:

@@ -30,6 +30,7 @@ from .planning import job_name
 from .planning.options import slurm_memory, slurm_time
 from .planning.plan import Plan
 from .specs.models import Cluster
+from .specs.pools import chosen_pool
 
 TEMPLATES = {"slurm": "slurm/job.sh.j2", "direct": "ssh/start.sh.j2"}
 
@@ -86,7 +87,7 @@ def _common(plan: Plan, cluster: Cluster, launch: LaunchSpec) -> dict[str, Any]:
 
 def _slurm(plan: Plan, cluster: Cluster, launch: LaunchSpec) -> dict[str, Any]:
     """A node of a Slurm job has the same slots as every other (planning.place)."""
-    slots = plan.nodes[0].slots
+    slots, pool = plan.nodes[0].slots, chosen_pool(cluster)
     cpus = None if launch.cpus_per_slot is None else launch.cpus_per_slot * slots
     memory = None if cluster.memory_per_slot is None else slurm_memory(cluster.memory_per_slot * slots)
     gpus = f"{cluster.slurm.gpu_type}:{slots}" if cluster.slurm.gpu_type else str(slots)
@@ -104,6 +105,7 @@ def _slurm(plan: Plan, cluster: Cluster, launch: LaunchSpec) -> dict[str, Any]:
         "memory": memory,
         "gpu_option": gpu_option,
         "time": None if plan.time_s is None else slurm_time(plan.time_s),
+        "preemptible": pool is not None and pool.preemptible,
         "log_pattern": log.replace("%", "%%") + "%j.out",
     }
 

@@ -39,7 +39,7 @@ def _head_lines(plan: Plan) -> list[str]:
     a_node = f"{slots[0]}" if len(slots) == 1 else f"{slots[0]} to {slots[-1]}"
     cut = f", {topology.data_parallel} data-parallel × {topology.tensor} tensor" if topology.tensor > 1 else ""
     lines = [
-        f"job      {plan.job_name} on {plan.cluster_name} ({plan.backend})",
+        f"job      {plan.job_name} on {plan.cluster_name} ({plan.backend}{f', pool {plan.pool}' if plan.pool else ''})",
         f"ranks    {topology.world_size} = {_count(len(plan.nodes), 'node')}, {a_node} a node{cut}",
     ]
     named = [n.name for n in plan.nodes if n.name]
@@ -56,6 +56,7 @@ def _head_lines(plan: Plan) -> list[str]:
         lines.append(f"steps    {plan.train.steps}, precision {plan.train.precision}")
     if plan.time_s is not None:
         lines.append(f"time     at most {show.duration(plan.time_s)}")
+    lines += [f"note     {remark}" for remark in plan.remarks]
     return lines + [f"refused  when submitted: {refusal}" for refusal in plan.not_built]
 
 

@@ -49,7 +49,7 @@ def launch_spec(
         program=plan.program,
         code=code,
         tensor=plan.topology.tensor,
-        device_kind=cluster.device.kind,
+        device_kind=cluster.device_of(plan.nodes[0].name).kind,
         cpus_per_slot=cluster.cpus_per_slot,
         setup=cluster.setup,
         env={**cluster.env, **job.env},

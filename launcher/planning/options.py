@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..specs.units import slurm_clock
+
 
 def slurm_time(seconds: int) -> str:
     """``D-HH:MM:SS`` with the days left out where there are none. Slurm rounds up to whole minutes."""
-    days, rest = divmod(seconds, 86_400)
-    clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return f"{days}-{clock}" if days else clock
+    return slurm_clock(seconds)
 
 
 def slurm_memory(count: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ..contract.launch import Node
-from ..specs.models import Cluster, NodeEntry
+from ..specs.models import Cluster, Job, NodeEntry
 from .reasons import Reason
 
 SlotsWish = int | Literal["all"]
@@ -48,7 +48,8 @@ def choose_nodes(cluster: Cluster, nodes: int, slots: SlotsWish) -> tuple[tuple[
     for entry in first:
         take = entry.slots if slots == "all" else slots
         devices = entry.devices[:take] if entry.devices is not None else None
-        chosen.append(Node(entry.name, take, entry.address or "", devices))
+        among = entry.devices or tuple(range(entry.slots)) if cluster.leases else None
+        chosen.append(Node(entry.name, take, entry.address or "", devices, among))
     return tuple(chosen), []
 
 
@@ -68,6 +69,19 @@ def _unnamed(entries: tuple[NodeEntry, ...], nodes: int, slots: SlotsWish) -> tu
         message = f"{nodes} nodes with {slots} slots were asked for, the cluster has {_named(tuple(enough))} of them"
         return (Node("", slots),) * nodes, [Reason("slots", message)]
     return (Node("", slots),) * nodes, []
+
+
+def pool_remarks(job: Job, cluster: Cluster) -> tuple[str, ...]:
+    """What a person should know of the pool before walking away."""
+    pool = cluster.pools.get(cluster.pool or "") if cluster.pools else None
+    if pool is None or not pool.preemptible:
+        return ()
+    told = f"pool {cluster.pool} is preemptible: Slurm may take its nodes away, and starts the job again by itself"
+    if job.program is not None:
+        return (f"{told}; the program begins again, or goes on from what it kept ($ZERUN_ATTEMPT is above 1)",)
+    if job.checkpoint.every_steps is None and job.checkpoint.every_s is None:
+        return (f"{told}, from the beginning: without checkpoint.every nothing is saved on the way",)
+    return (f"{told}, from the newest whole checkpoint",)
 
 
 def _too_many(small: Sequence[NodeEntry], slots: int) -> Reason:

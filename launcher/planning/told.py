@@ -22,6 +22,7 @@ def told_plan(plan: Plan) -> dict[str, Any]:
         "job": plan.job_name,
         "cluster": plan.cluster_name,
         "backend": plan.backend,
+        "pool": plan.pool,
         "ranks": topology.world_size,
         "nodes": to_plain(plan.nodes),
         "tensor": topology.tensor,
@@ -58,6 +59,7 @@ def told_plan(plan: Plan) -> dict[str, Any]:
         "try": " ".join(judgement.best) or None,
         "tried": to_plain(judgement.tried),
         "not_built": list(plan.not_built),
+        "remarks": list(plan.remarks),
     }
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         split_sets,
     )
     from .models import Cluster, Job
+    from .pools import in_pool, moved
+    from .together import job_on
 
 __all__ = [
     "Cluster",
@@ -27,16 +29,21 @@ __all__ = [
     "cluster_from_plain",
     "describe",
     "find_cluster",
+    "in_pool",
     "job_from_plain",
+    "job_on",
     "load_cluster",
     "load_job",
+    "moved",
     "parse_text",
     "split_sets",
 ]
+
+_HOMES = {"Cluster": ".models", "Job": ".models", "in_pool": ".pools", "moved": ".pools", "job_on": ".together"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = ".models" if name in {"Cluster", "Job"} else ".load"
+    home = _HOMES.get(name, ".load")
     return getattr(importlib.import_module(home, __name__), name)

@@ -11,10 +11,12 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from ..contract.folder import is_safe_name
 from . import nodelist, values
+from .dataset_model import Datasets
 from .description import Description
 from .device_model import Device
 from .environment import Env
 from .mistakes import Mistake, wrong
+from .pool_model import SLURM_KEYS, Pools, pool_mistakes
 from .slurm_model import Login, Slurm, Via
 from .values import LIST, Bytes, Count, Flag, Line, PortRange, Rate, Whole, Word, choice
 
@@ -37,13 +39,12 @@ def _no_repeats(devices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class NodeEntry(Description):
-    NOT_BUILT: ClassVar[Mapping[str, str]] = {"device": "write one device for the whole cluster"}
-
     name: values.Host
     address: values.Address | None = None  # what to connect to; the name itself when left out
     ssh: values.Address | None = None  # what ssh alone connects to, where that is another network or name
     slots: Count = 1
     devices: Annotated[tuple[Whole, ...], LIST, AfterValidator(_no_repeats)] | None = None
+    device: Device | None = None  # where nodes differ; left out: the cluster's
 
     @classmethod
     def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -165,9 +166,7 @@ class Cluster(Description):
     """
 
     NOT_BUILT: ClassVar[Mapping[str, str]] = {
-        "pools": "write slurm:, nodes: and device: at the top level",
         "container": "",
-        "datasets": "write the job's data: {tokens: /absolute/path}",
     }
 
     name: Name
@@ -176,13 +175,17 @@ class Cluster(Description):
     slurm: Slurm = Slurm()
     nodes: NodesField = Nodes()
     device: Device = Device()
+    pools: Pools | None = None
+    pool: Word | None = None  # of a job that names none; left out: the first
     network: Network = Network()
     paths: Paths = Paths()
+    datasets: Datasets = Field(default_factory=lambda: values.freeze({}))
     setup: values.AnyText = ""
     python: Python = "python3"
     agent_python: Python = "python3"
     env: Env = Field(default_factory=lambda: values.freeze({}))
     ssh: Ssh = Ssh()
+    leases: Flag = True  # direct: slots that another run holds are refused
 
     @classmethod
     def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +199,10 @@ class Cluster(Description):
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
         backend = {"ssh": "direct"}.get(str(given.get("backend")), str(given.get("backend")))
         nodes = given.get("nodes")
+        if given.get("pools") is not None:
+            yield from pool_mistakes(given, backend)
+        elif given.get("pool") is not None:
+            yield Mistake(("pool",), "pool names one of pools, and there are none", at_key=True)
         if backend == "direct":
             yield from _direct_mistakes(given)
         if backend == "slurm":
@@ -225,8 +232,13 @@ class Cluster(Description):
 
     def unsaid(self) -> frozenset[str]:
         """Sections that do not go with the backend."""
-        said_nothing = {"slurm"} if self.backend == "direct" else set()
-        return frozenset(said_nothing | ({"ssh"} if self.ssh == Ssh() else set()))
+        said_nothing = {"slurm"} if self.backend == "direct" else {"leases"}
+        said_by_pool = {"nodes", "device"} if self.pools else set()
+        return frozenset(said_nothing | said_by_pool | ({"ssh"} if self.ssh == Ssh() else set()))
+
+    def unsaid_of_slurm(self) -> frozenset[str]:
+        """What each of the pools says for itself."""
+        return frozenset(SLURM_KEYS) if self.pools else frozenset()
 
     @property
     def node_list(self) -> tuple[NodeEntry, ...]:
@@ -238,6 +250,10 @@ class Cluster(Description):
         if self.nodes.names is None:
             return ()
         return _entries(self.nodes.names, self.nodes.slots or 1)
+
+    def device_of(self, node: str) -> Device:
+        """What stands behind each slot of ``node``; the cluster's device for a node that says nothing of its own."""
+        return next((e.device for e in self.node_list if e.name == node and e.device is not None), self.device)
 
     @property
     def local(self) -> bool:
@@ -296,6 +312,8 @@ def _direct_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
     if _filled(given.get("slurm"), Slurm):
         yield Mistake(("slurm",), "slurm is for backend: slurm", at_key=True)
     nodes = given.get("nodes")
+    if nodes is None and given.get("pools") is not None:
+        return
     if nodes is None:
         yield Mistake((), "'nodes' is missing: backend: direct needs names, a hostfile or a list of nodes")
     elif isinstance(nodes, Mapping) and nodes.get("names") is None and nodes.get("hostfile") is None:

@@ -187,7 +187,7 @@ def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
     vocab = whole_or_none(part("model").get("vocab"))
     if part("data").get("text") is not None and vocab is not None and vocab < 256:
         yield Mistake(("model", "vocab"), f"vocab {vocab} is too small: text is read as bytes, which need 256")
-    files = part("data").get("text") is not None or part("data").get("tokens") is not None
+    files = any(part("data").get(key) is not None for key in ("text", "tokens", "dataset"))
     options = part("data").get("options")
     if files and part("model").get("kind") is not None and options:
         yield Mistake(("data", "options"), "options go with data.factory, or with a model of your own", True)

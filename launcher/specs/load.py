@@ -21,6 +21,7 @@ from .description import Description
 from .document import Document, Place, apply_set, read
 from .mistakes import did_you_mean
 from .models import Cluster, Job, NodeEntry, Nodes
+from .pools import in_pool
 
 D = TypeVar("D", bound=Description)
 _CLUSTER_PREFIX = "cluster."
@@ -65,7 +66,15 @@ def parse_text(
     entries = _hostfile_entries(document, folder)
     _raise(document)
     assert cluster is not None
-    return _resolved_cluster(cluster, entries, folder)
+    return in_pool(_resolved_cluster(cluster, entries, folder))
+
+
+def written(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Document:
+    """A description as it stands in ``path`` with ``sets`` over it: where to say what its values do to others."""
+    document = read(_source(path), os.fspath(path))
+    for assignment in sets:
+        apply_set(document, assignment, assignment)
+    return document
 
 
 def split_sets(sets: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -106,6 +115,8 @@ def describe(model: Cluster | Job) -> dict[str, Any]:
     Written as YAML it is a valid description again, but for the hosts that came out of a hostfile.
     """
     plain: dict[str, Any] = _without_nulls(model.model_dump(mode="json", by_alias=True, exclude=set(model.unsaid())))
+    if isinstance(model, Cluster) and "slurm" in plain:
+        plain["slurm"] = {k: v for k, v in plain["slurm"].items() if k not in model.unsaid_of_slurm()}
     return plain
 
 
@@ -127,7 +138,7 @@ def _without_nulls(plain: dict[str, Any]) -> dict[str, Any]:
 
 def cluster_from_plain(plain: Mapping[str, Any]) -> Cluster:
     """The cluster that :func:`describe` wrote down; the same checks as for a file."""
-    return _from_plain(Cluster, plain)
+    return in_pool(_from_plain(Cluster, plain))
 
 
 def job_from_plain(plain: Mapping[str, Any], sets: Sequence[str] = ()) -> Job:

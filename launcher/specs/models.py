@@ -13,6 +13,7 @@ from .description import Description
 from .device_model import Device
 from .job_model import Batch, Code, Evaluate, Job, Parallel
 from .optimizer_model import Optimizer, OptimizerGroup
+from .pool_model import Pool
 from .program_model import Program
 from .slurm_model import Login, Slurm
 from .trained_model import FactoryModel, GptModel
@@ -40,6 +41,7 @@ __all__ = [
     "OptimizerGroup",
     "Parallel",
     "Paths",
+    "Pool",
     "Program",
     "Rate",
     "Seconds",

@@ -195,3 +195,10 @@ def format_bytes(num_bytes: int, *, binary: bool = True) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """For people: ``100 GB/s``."""
     return _human(bytes_per_s, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s"))
+
+
+def slurm_clock(seconds: int) -> str:
+    """``D-HH:MM:SS`` with the days left out where there are none."""
+    days, rest = divmod(seconds, 86_400)
+    clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock

@@ -9,6 +9,7 @@ from launcher.contract.launch import LaunchSpec
 from launcher.planning import launch_spec, make_plan
 from launcher.planning.plan import Plan
 from launcher.render import render
+from launcher.specs import in_pool
 from launcher.specs.load import load_cluster, load_job
 from launcher.specs.models import Cluster, Job
 
@@ -18,10 +19,8 @@ _FIXED = {"laptop": ["python=python3", "agent_python=python3"]}
 
 
 def load(job: str, cluster: str, sets: Sequence[str] = ()) -> tuple[Job, Cluster]:
-    return (
-        load_job(ROOT / "jobs" / f"{job}.yaml", sets),
-        load_cluster(ROOT / "clusters" / f"{cluster}.yaml", _FIXED.get(cluster, [])),
-    )
+    loaded = load_job(ROOT / "jobs" / f"{job}.yaml", sets)
+    return loaded, in_pool(load_cluster(ROOT / "clusters" / f"{cluster}.yaml", _FIXED.get(cluster, [])), loaded.pool)
 
 
 def launched(

@@ -40,7 +40,7 @@ def outcome(job_name: str, cluster_name: str, sets: list[str]) -> str:
 
 def test_every_job_on_every_cluster() -> None:
     jobs = {path.stem: (path.stem, list[str]()) for path in sorted((ROOT / "jobs").glob("*.yaml"))}
-    clusters = ["dgx2-25", "laptop", "slurm-site", "ssh-lab"]  # beside them lie one's own
+    clusters = ["dgx2-25", "laptop", "slurm-pools", "slurm-site", "ssh-lab"]  # beside them lie one's own
     assert len(jobs) >= 6
     lines = [
         f"{name} on {cluster}: {outcome(job, cluster, sets)}\n"
