@@ -114,11 +114,13 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """``every`` steps or seconds (one of them); the newest ``keep`` whole ones stay (None: all)."""
+    """``every`` steps or seconds (one of them); the newest ``keep`` whole ones stay (None: all). ``background``:
+    training goes on while a host copy is written."""
 
     every_steps: Optional[int] = None
     every_s: Optional[float] = None
     keep: Optional[int] = None
+    background: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,4 +145,5 @@ class TrainConfig:
     """A factory model's layers at a tensor degree above 1: name pattern → column | column/3 | row | vocabulary."""
     groups: Tuple[ParameterGroup, ...] = ()
     group_function: Optional[str] = None  # or ``module:function`` of the model that gives them
+    weights: Optional[str] = None  # safetensors that the first attempt begins with: absolute, or inside the code
     policy: str = "zero"  # which engine trains; others stand beside ours later

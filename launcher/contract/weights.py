@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from .errors import UsageError
+from .partition import Parameter
 from .plain import loads
 
 TAGS = {
@@ -118,6 +119,39 @@ def _stored(name: str, about: Mapping[str, Any], file: Path, base: int, size: in
     if base + stop > size:
         raise ValueError(f"it ends at byte {size}, {name} at {base + stop}: it is not whole")
     return Stored(name, tag, shape, file, base + start, base + stop)
+
+
+class Misfit(NamedTuple):
+    """A name that is ``missing`` there, ``unexpected``, or of another ``shape`` than the model's."""
+
+    kind: str
+    name: str
+    ours: Tuple[int, ...] = ()
+    theirs: Tuple[int, ...] = ()
+
+    def sentence(self) -> str:
+        if self.kind == "shape":
+            return f"shape       {self.name}: {list(self.theirs)} there, {list(self.ours)} in the model"
+        return f"{self.kind:<11} {self.name}"
+
+
+def misfits(
+    parameters: Iterable[Parameter], buffers: Mapping[str, Tuple[int, ...]], stored: Mapping[str, Stored]
+) -> List[Misfit]:
+    """All names that keep ``stored`` from being the weights of a model. A tied parameter may be under any of its
+    names; buffers (name → shape) may be missing."""
+    missing, unlike, known = [], [], set(buffers)
+    shapes = {name: shape for name, shape in buffers.items()}
+    for parameter in parameters:
+        names = (parameter.name, *parameter.tied)
+        known.update(names)
+        shapes.update({name: parameter.shape for name in names})
+        if not any(name in stored for name in names):
+            missing.append(Misfit("missing", parameter.name))
+    for name, about in stored.items():
+        if name in known and about.shape != shapes[name]:
+            unlike.append(Misfit("shape", name, shapes[name], about.shape))
+    return [*missing, *unlike, *(Misfit("unexpected", name) for name in sorted(stored) if name not in known)]
 
 
 # --- laying files out -------------------------------------------------------------------------------------

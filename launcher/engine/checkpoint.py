@@ -91,7 +91,7 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
                 "loss_scale": engine.loss_scale.value,
                 "loss_scale_good_steps": engine.loss_scale.good_steps,
             },
-            buffers=tuple(name for name, _ in _buffers(engine.model)),
+            buffers=tuple(name for name, _ in persistent_buffers(engine.model)),
             model=about.model,
             data_state=rows[0]["data_state"],  # one for all who write a manifest
             extra=about.extra or None,
@@ -114,12 +114,12 @@ def _entries(engine: ZeroEngine) -> list[shardfile.Entry]:
         for index, name in enumerate(engine.optimizer.moments if flat.moments else ()):
             entries.append(shardfile.Entry(f"{flat.unit.name}/{name}", tuple(flat.own_moments(index)), numel))
     if engine.ranks.world.rank == 0:
-        for name, buffer in _buffers(engine.model):
+        for name, buffer in persistent_buffers(engine.model):
             entries.append(shardfile.Entry(f"buffer/{name}", (buffer,), tuple(buffer.shape)))
     return entries
 
 
-def _buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     """The buffers that a state dict would hold."""
     persistent = set(model.state_dict(keep_vars=True))
     return [(name, b) for name, b in model.named_buffers() if name in persistent]
@@ -177,6 +177,13 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
     if engine.loss_scale.adapts and manifest.scalars.get("loss_scale", 1.0) != 1.0:
         engine.loss_scale.value = float(manifest.scalars["loss_scale"])
         engine.loss_scale.good_steps = int(manifest.scalars["loss_scale_good_steps"])
+    settle(engine)
+    barrier(engine.ranks.world, "checkpoint loaded", engine.device)
+    return manifest
+
+
+def settle(engine: ZeroEngine) -> None:
+    """After what this rank owns was filled from outside: the working parameters follow, on all ranks."""
     for flat in engine.units:
         flat.master_to_parameters()
     if engine.stage.shards_optimizer and not engine.stage.shards_parameters:
@@ -186,8 +193,6 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
             flat.wait()
     if engine.gathering is not None:
         engine.gathering.release_all()
-    barrier(engine.ranks.world, "checkpoint loaded", engine.device)
-    return manifest
 
 
 def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
@@ -211,7 +216,7 @@ def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
                 for offset, tensor in _slices(runs, copy):
                     wanted.setdefault(copy.source_rank, []).append((f"{name}/{kind}", offset, tensor))
     shards = {s.rank: s for s in manifest.shards}
-    buffers = dict(_buffers(engine.model))
+    buffers = dict(persistent_buffers(engine.model))
     for rank in sorted({*wanted, *([0] if buffers else [])}):
         if rank not in shards:
             raise VerificationFailed(f"{target}: the manifest names no shard of rank {rank}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..contract.errors import UsageError
 from ..contract.weights import INDEX, TAGS, Stored, lay_out, read_weights
 from ..contract.weights import Tensor as Laid
-from .shardfile import _DTYPES, as_bytes
+from .shardfile import as_bytes, dtype_of, tag_of
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
@@ -51,7 +51,7 @@ def to_dcp(source: Path, target: Path) -> dict[str, Any]:
 
 def mapped(stored: Stored, maps: dict[Path, Tensor]) -> Tensor:
     """The tensor over its file's bytes. ``maps`` keeps one mapping a file."""
-    dtype = _DTYPES[stored.tag]
+    dtype = dtype_of(stored.tag)
     if stored.stop == stored.start:
         return torch.empty(stored.shape, dtype=dtype)
     if stored.file not in maps:
@@ -69,7 +69,7 @@ def from_torch(source: Path, target: Path, most_bytes: int) -> dict[str, Any]:
     kept: dict[str, Tensor] = {}
     places: dict[tuple[int, int, tuple[int, ...], torch.dtype], str] = {}
     for name, tensor in named.items():
-        if tensor.dtype not in _TAGS:
+        if tag_of(tensor.dtype) is None:
             raise UsageError(f"{source}: {name} is of {tensor.dtype}; known: {', '.join(TAGS)}")
         place = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.dtype)
         if tensor.numel() and place in places:
@@ -77,7 +77,7 @@ def from_torch(source: Path, target: Path, most_bytes: int) -> dict[str, Any]:
             continue
         places[place] = name
         kept[name] = tensor
-    laid = [Laid(name, _TAGS[t.dtype], tuple(t.shape)) for name, t in kept.items()]
+    laid = [Laid(name, str(tag_of(t.dtype)), tuple(t.shape)) for name, t in kept.items()]
     files, index = lay_out(laid, most_bytes, tied)
     for file in files:
         with open(target / file.name, "xb") as out:
@@ -94,9 +94,6 @@ def from_torch(source: Path, target: Path, most_bytes: int) -> dict[str, Any]:
         "tensors": len(kept),
         "prefix": prefix,
     }
-
-
-_TAGS = {dtype: tag for tag, dtype in _DTYPES.items()}
 
 
 def _load(source: Path) -> Any:

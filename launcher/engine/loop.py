@@ -197,6 +197,8 @@ class Trainer:
 
     def _resume(self) -> None:
         if self.spec.resume_step is None:
+            if self.config.weights is not None:
+                self._begin_with(self.run_dir / "code" / self.config.weights)
             return
         manifest = self.policy.load(self.checkpoints, self.spec.resume_step)
         if manifest.global_batch and manifest.global_batch != self.global_batch:
@@ -211,6 +213,14 @@ class Trainer:
             manifest.step, manifest.samples, manifest.step, extra.get("train_loss"), extra.get("heldout_loss")
         )
         say(self.place, f"resumed from step {manifest.step} (saved by {len(manifest.shards)} ranks)")
+
+    def _begin_with(self, weights: Path) -> None:
+        started = time.perf_counter()
+        count = self.policy.load_weights(weights)
+        took = time.perf_counter() - started
+        say(
+            self.place, f"began with the weights in {weights} ({count / 2**20:,.1f} MiB read by rank 0 in {took:.1f} s)"
+        )
 
 
 def traffic_of(ranks: Ranks) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..contract.train import TrainConfig
 from . import checkpoint
 from .comm import Comm
 from .ranks import Ranks
+from .weights import load_weights
 from .zero import StepInfo, ZeroEngine
 
 
@@ -35,6 +36,9 @@ class Policy(Protocol):
     def save(self, folder: Path, step: int, about: checkpoint.About) -> None: ...
 
     def load(self, folder: Path, step: int) -> Manifest: ...
+
+    def load_weights(self, path: Path) -> int:
+        """Begins with the parameters in a folder of safetensors; returns the bytes that this rank read."""
 
     def memory(self) -> Mapping[str, int]: ...
 
@@ -71,6 +75,9 @@ class ZeroPolicy:
 
     def load(self, folder: Path, step: int) -> Manifest:
         return checkpoint.load(self.engine, folder, step)
+
+    def load_weights(self, path: Path) -> int:
+        return load_weights(self.engine, path)
 
     def parameters(self) -> int:
         return sum(p.numel for p in self.engine.layout.by_name.values())

@@ -39,6 +39,16 @@ _TAGS = {
 _DTYPES = {tag: dtype for dtype, tag in _TAGS.items()}
 
 
+def dtype_of(tag: str) -> torch.dtype:
+    """The dtype that safetensors calls ``tag``."""
+    return _DTYPES[tag]
+
+
+def tag_of(dtype: torch.dtype) -> str | None:
+    """Safetensors' word for ``dtype``; None where there is none that we know."""
+    return _TAGS.get(dtype)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A named tensor of the file; its elements come as consecutive ``runs``."""

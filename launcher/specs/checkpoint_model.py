@@ -12,6 +12,7 @@ from .description import Description
 from .mistakes import Mistake
 from .values import (
     Count,
+    Flag,
     Seconds,
     whole_or_none,
 )
@@ -44,6 +45,7 @@ class Checkpoint(Description):
     every_steps: Count | None = None
     every_s: Seconds | None = None
     keep: Count | None = None
+    background: Flag = False
 
     @classmethod
     def keys(cls, *, written: bool) -> list[str]:
@@ -73,4 +75,4 @@ class Checkpoint(Description):
     @model_serializer
     def _as_written(self) -> dict[str, Any]:
         every = self.every_steps if self.every_s is None else f"{self.every_s}s"
-        return {"every": every, "keep": self.keep}
+        return {"every": every, "keep": self.keep, "background": self.background}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from . import values
+from .data_model import DataPath
 from .description import Description
 from .mistakes import Mistake
 from .values import (
@@ -27,6 +28,7 @@ class GptModel(Description):
     seq_len: Annotated[int, BeforeValidator(values.whole), values.at_least(1, 2**24)]
     vocab: Annotated[int, BeforeValidator(values.whole), values.at_least(2, 2**24)] = 256
     dropout: Annotated[float, BeforeValidator(values.number), values.between(0, 1)] = 0.0
+    weights: DataPath | None = None
 
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -43,11 +45,10 @@ class GptModel(Description):
 class FactoryModel(Description):
     """A user's own model: ``factory(**options) -> nn.Module``, called on the meta device."""
 
-    NOT_BUILT: ClassVar[Mapping[str, str]] = {"weights": "load them inside the factory"}
-
     factory: FactoryName
     options: values.Options = Field(default_factory=lambda: values.freeze({}))
     loss: FactoryName | None = None
+    weights: DataPath | None = None
 
 
 def _model_form(value: Any) -> str:
