@@ -14,7 +14,6 @@ from .description import Description
 from .mistakes import Mistake, raise_together
 from .values import FREEZE, Flag, Word, choice
 
-
 Via = Annotated[Literal["fabric", "openssh"], choice("fabric", "openssh")]
 
 

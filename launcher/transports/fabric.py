@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import paramiko
 
 _SESSIONS = 8  # at once on one connection: sshd's MaxSessions is 10 unless changed
-_TRIES = 4  # a default sshd drops logins when ten others are under way (MaxStartups)
+_TRIES = 6  # a default sshd drops logins when ten others are under way (MaxStartups)
 _DOWN_S = 5.0  # who just did not answer is not asked again at once: one command asks a machine several things
 _CHUNK = 65536
 

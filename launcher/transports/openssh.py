@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SESSIONS = 8  # at once through one master, of one process: sshd's MaxSessions is 10 unless changed
 _PATIENCE_S = 60.0  # for a session that sshd refuses because others have them all
 _CHUNK = 65536
-_KEPT = 2**20
+_KEPT = 2**20 + 256  # and the line with the status
 
 
 class _NoMaster(Exception):
@@ -298,9 +298,9 @@ class Session:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        self._reader.join(2.0)
+        self._reader.join(0.2)  # the master may hold the other end as long as the command over there lives
         if self._feeder is not None:
-            self._feeder.join(2.0)
+            self._feeder.join(0.2)
         for stream in (self._in, self._out, self._process.stderr):
             with contextlib.suppress(OSError):
                 if stream is not None:

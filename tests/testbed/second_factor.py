@@ -30,48 +30,58 @@ class SecondFactor:
 
 @contextmanager
 def second_factor(
-    testbed: Testbed, folder: Path, *, sessions: int = 10, startups: str = "10:30:100"
+    testbed: Testbed,
+    folder: Path,
+    *,
+    methods: str = "publickey,password",
+    sessions: int = 10,
+    startups: str = "10:30:100",
 ) -> Iterator[SecondFactor]:
     """Stands beside the login host's own sshd for the length of a with-block."""
-    hashed = subprocess.run(["openssl", "passwd", "-6", PASSWORD], capture_output=True, text=True, check=True).stdout
     shadow = testbed.state / "etc" / "shadow"
     before = shadow.read_text()
-    lines = [f"{testbed.user}:{hashed.strip()}:19000:0:99999:7:::" if x.startswith(f"{testbed.user}:") else x
-             for x in before.splitlines()]  # fmt: skip
-    shadow.write_text("\n".join(lines) + "\n")  # in place: it is mounted inside the hosts
+    shadow.write_text(_with_password(before, testbed.user))  # in place: it is mounted inside the hosts
     pid, log, conf = (testbed.state / f"second.{kind}" for kind in ("pid", "log", "conf"))
+    said = (testbed.state / "sshd_config.login").read_text().replace("PidFile none", f"PidFile {pid}")
+    said = said.replace("PasswordAuthentication no", "PasswordAuthentication yes")
     conf.write_text(
-        (testbed.state / "sshd_config.login").read_text().replace("PasswordAuthentication no", "PasswordAuthentication yes")
-        .replace("PidFile none", f"PidFile {pid}")
-        + f"Port {PORT}\nAuthenticationMethods publickey,password\nMaxSessions {sessions}\nMaxStartups {startups}\n"
-    )  # fmt: skip
+        f"{said}Port {PORT}\nAuthenticationMethods {methods}\nMaxSessions {sessions}\nMaxStartups {startups}\n"
+    )
     log.write_text("")
     testbed.exec("login", ["/usr/sbin/sshd", "-f", str(conf), "-E", str(log)], user=None)
     wait_until(pid.exists, 10.0, "the second sshd does not stand", every_s=0.05)
-    config = folder / "second-factor-config"
-    address = testbed.address("login")
-    known = folder / "second-factor-known"
-    key = (testbed.state / "hostkey.login.pub").read_text().split()
+    config, known = folder / "second-factor-config", folder / "second-factor-known"
+    address, key = testbed.address("login"), (testbed.state / "hostkey.login.pub").read_text().split()
     known.write_text(f"[{address}]:{PORT} {key[0]} {key[1]}\n")
     config.write_text(
-        f"Host login\n  HostName {address}\n  Port {PORT}\n  User {testbed.user}\n  IdentityFile {testbed.state}/userkey\n"
-        f"  IdentitiesOnly yes\n  UserKnownHostsFile {known}\n"
+        f"Host login\n  HostName {address}\n  Port {PORT}\n  User {testbed.user}\n"
+        f"  IdentityFile {testbed.state}/userkey\n  IdentitiesOnly yes\n  UserKnownHostsFile {known}\n"
     )
     try:
         yield SecondFactor(config, log)
     finally:
-        testbed.exec(
-            "login",
-            ["sh", "-c", f"kill $(cat {pid}); pkill -u root -f '^sshd: {testbed.user} .priv' || true"],
-            user=None,
-        )
+        # The listener and those that it made: their parent is the host's init.
+        number = pid.read_text().strip()
+        testbed.exec("login", ["sh", "-c", f"kill {number} $(ps -o pid= --ppid {number}) || true"], user=None)
+        pid.unlink(missing_ok=True)
         shadow.write_text(before)
+
+
+def _with_password(shadow: str, user: str) -> str:
+    made = subprocess.run(["openssl", "passwd", "-6", PASSWORD], capture_output=True, text=True, check=True).stdout
+    lines = [
+        f"{user}:{made.strip()}:19000:0:99999:7:::" if x.startswith(f"{user}:") else x for x in shadow.splitlines()
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def at_terminal(
     argv: Sequence[str], typed: Sequence[tuple[str, str]], *, cwd: Path, env: Mapping[str, str], timeout_s: float = 30.0
 ) -> tuple[int, str]:
-    """Runs ``argv`` at a terminal of its own; ``typed``: (what to wait for, what to type then). → (status, all it said)."""
+    """Runs ``argv`` at a terminal of its own; ``typed``: (what to wait for, what to type then).
+
+    → (its exit status, all that it said there)
+    """
     pid, terminal = pty.fork()
     if pid == 0:  # pragma: no cover - becomes the command
         os.chdir(cwd)

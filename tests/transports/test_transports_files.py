@@ -16,6 +16,8 @@ from launcher.contract.errors import NoSpace, Refused, Unreachable, ZerunError
 from launcher.transports import rsync
 from launcher.transports.fabric import FabricTransport
 from launcher.transports.local import LocalTransport
+from launcher.transports.master import Master
+from launcher.transports.openssh import OpenSshTransport
 from launcher.transports.protocol import Transport
 from launcher.transports.target import SshTarget
 
@@ -24,6 +26,13 @@ NAMES = ("a.log", "deep/er/with blank.txt", "it's.bin", "é.txt", "empty")
 
 def _content(name: str) -> bytes:
     return b"" if name == "empty" else (name.encode() + b"\0\n") * 20_000
+
+
+def _by_openssh(testbed: Testbed, user: str, *, by_rsync: bool) -> OpenSshTransport:
+    transport = OpenSshTransport("login", Master("login", SshTarget("login", config=str(testbed.ssh_config_of(user)))))
+    if not by_rsync:
+        transport._rsync_works = False
+    return transport
 
 
 def _open(testbed: Testbed, user: str, *, by_rsync: bool, jump: bool = False) -> FabricTransport:
@@ -38,12 +47,22 @@ def _open(testbed: Testbed, user: str, *, by_rsync: bool, jump: bool = False) ->
     return transport
 
 
-@pytest.fixture(params=["here", *(f"{user}-{way}" for user in USERS for way in ("rsync", "sftp")), "trainer-jump"])
-def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+BY_OPENSSH = [
+    "trainer-rsync-openssh", "nora-sftp-openssh",
+    *(pytest.param(f"{user}-rsync-openssh", marks=pytest.mark.full) for user in USERS[1:]),
+]  # fmt: skip
+BY_FABRIC = [f"{user}-{way}" for user in USERS for way in ("rsync", "sftp")]
+
+
+@pytest.fixture(params=["here", *BY_FABRIC, "trainer-jump", *BY_OPENSSH])
+def transport(request: pytest.FixtureRequest, logins: None) -> Iterator[Transport]:
     if request.param == "here":
         yield LocalTransport()
         return
-    user, way = request.param.split("-")
+    user, way, *by = request.param.split("-")
+    if by:
+        yield _by_openssh(request.getfixturevalue("testbed"), user, by_rsync=way != "sftp")
+        return
     opened = _open(request.getfixturevalue("testbed"), user, by_rsync=way != "sftp", jump=way == "jump")
     yield opened
     opened.close()

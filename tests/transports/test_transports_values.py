@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from testbed.cluster import USERS, Testbed
+from testbed.cluster import USERS
 
 from launcher.contract.errors import Unreachable, UsageError
 from launcher.transports.fabric import FabricTransport
 from launcher.transports.local import LocalTransport
+from launcher.transports.master import Master
+from launcher.transports.openssh import OpenSshTransport
 from launcher.transports.protocol import Transport
 from launcher.transports.quoting import for_sshd
 from launcher.transports.target import SshTarget
@@ -26,13 +28,20 @@ HARD = (
 SHOW = 'for a in "$@"; do printf "%s\\0" "$a"; done'
 
 
-@pytest.fixture(params=["here", *USERS])
-def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+BY_OPENSSH = ["trainer/openssh", *(pytest.param(f"{user}/openssh", marks=pytest.mark.full) for user in USERS[1:])]
+
+
+@pytest.fixture(params=["here", *USERS, *BY_OPENSSH])
+def transport(request: pytest.FixtureRequest, logins: None) -> Iterator[Transport]:
     if request.param == "here":
         yield LocalTransport()
         return
-    testbed: Testbed = request.getfixturevalue("testbed")
-    opened = FabricTransport("login", SshTarget("login", config=str(testbed.ssh_config_of(request.param))))
+    user, _, via = request.param.partition("/")
+    target = SshTarget("login", config=str(request.getfixturevalue("testbed").ssh_config_of(user)))
+    if via == "openssh":
+        yield OpenSshTransport("login", Master("login", target))
+        return
+    opened = FabricTransport("login", target)
     yield opened
     opened.close()
 
