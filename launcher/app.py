@@ -25,6 +25,7 @@ from .runs import Run, RunState, RunStore
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Finding, Handle
     from .checkpoints import Candidate, Collected, Report
+    from .datasets import Pushed
     from .logs.merge import LogLine
     from .logs.select import Selection
     from .measured import Beside
@@ -153,14 +154,22 @@ class App:
     # --- submit -----------------------------------------------------------------------------------
 
     def submit(
-        self, job: Path, cluster: str | None = None, sets: Sequence[str] = (), *, force: bool = False
+        self,
+        job: Path,
+        cluster: str | None = None,
+        sets: Sequence[str] = (),
+        *,
+        force: bool = False,
+        waiting: Waiting | None = None,
     ) -> Submitted:
         """Ships, submits, and returns once the cluster has the job.
 
-        Raises DoesNotFit before anything is sent, unless ``force``.
+        Raises DoesNotFit before anything is sent, unless ``force``; without a scheduler Busy when others hold the
+        slots, unless ``waiting`` says how long to wait for them.
         """
-        from . import specs
+        from . import datasets, specs
         from .planning import check_engine, make_plan
+        from .starting import Waiting, start_first
 
         loaded_job, loaded_cluster = self.describe(job, cluster, sets)
         plan = make_plan(loaded_job, loaded_cluster)
@@ -183,17 +192,20 @@ class App:
                 "plan": to_plain(plan),
                 "code": {"name": code.name, "root": code.root, "commit": code.commit, "changed": code.changed},
             }
-            places = backend.places()  # connects: nothing is written for a cluster that does not answer
+            backend.places()  # connects: nothing is written for a cluster that does not answer, or is taken
+            data = datasets.check(backend, loaded_job, loaded_cluster, plan, Path(code.root))
+            about["data"] = to_plain(data)
+            device_kind = loaded_cluster.device_of(plan.nodes[0].name).kind
+            waiting = (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
             run = self.store.create(run_name, about)
             keep_code(run, code)
-            source = Source(loaded_job, loaded_cluster, plan, code)
+            source = Source(loaded_job, loaded_cluster, plan, code, data=data)
             with run.making():
-                launch = self.attempts.launch(source, run_name, 1, one_folder(places), resume_step=None)
-                run, handle = self.attempts.send(backend, run, source, launch, secret_values)
+                run, handle, attempt = start_first(self.attempts, backend, run, source, secret_values, waiting)
                 moved = "" if loaded_cluster.local else "sent" if backend.sent(code.name) else "already there"
         finally:
             backend.close()
-        return Submitted(run.name, 1, handle, (code.sentence(moved), *code.notes, *plan.remarks))
+        return Submitted(run.name, attempt, handle, (code.sentence(moved), *code.notes, *plan.remarks))
 
     # --- watch ------------------------------------------------------------------------------------
 
@@ -378,9 +390,10 @@ class App:
         ``sets`` are assignments over the job as its last attempt had it (``steps=600`` goes further);
         a checkpoint that does not fit what they make of the model is refused by the engine.
         """
-        from . import specs
+        from . import datasets, specs
         from .checkpoints import candidates, choose, explain, stage
         from .planning import check_engine, make_plan
+        from .starting import Waiting
 
         loaded = self.store.load(self.resolve(run))
         before = made_of(loaded, loaded.attempt)
@@ -405,9 +418,12 @@ class App:
             plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
             check_engine(plan)
             refuse_what_cannot_fit(plan)
+            device_kind = cluster.device_of(plan.nodes[0].name).kind
+            (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
             attempt = max(state.attempt, loaded.attempt) + 1
             code_name = str(loaded.about["code"]["name"])
-            source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)), assigned)
+            data = datasets.check_again(backend, job, cluster, plan, loaded.about.get("data", ()))
+            source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)), assigned, data)
             with loaded.making():
                 loaded = self.store.load(loaded.name)
                 take_attempt(loaded, attempt)
@@ -447,6 +463,26 @@ class App:
         backend = self.attempts.open(self.cluster(name), runtime_bundle())
         try:
             return list(backend.check())
+        finally:
+            backend.close()
+
+    def push_data(
+        self,
+        name: str,
+        cluster: str | None = None,
+        source: Path | None = None,
+        *,
+        notice: Notice,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Pushed:
+        """Copies the cluster's dataset ``name`` from the folder ``source`` (default: data/NAME of the project) to every
+        node that lacks it, and proves it there."""
+        from .datasets import push
+
+        described = self.cluster(cluster)
+        backend = self.attempts.open(described, runtime_bundle())
+        try:
+            return push(backend, described, name, source or self.root / "data" / name, notice, progress)
         finally:
             backend.close()
 

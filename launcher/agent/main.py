@@ -21,6 +21,8 @@ _JSON_VERBS = {
     "install": ".install",
     "submit": ".submit",
     "inventory": ".inventory",
+    "data": ".data",
+    "digest": ".digest",
     "probe": ".probe",
     "expand": ".expand",
     "slots": ".leases",

@@ -17,7 +17,7 @@ from typing import BinaryIO, Callable, Dict, Mapping, Optional, cast
 
 from ..contract.errors import ZerunError
 from ..contract.launch import LaunchSpec
-from . import code, environment, processes
+from . import code, environment, processes, staging
 from .loop import Loop
 
 Done = Callable[[Path, Dict[str, str]], None]
@@ -76,7 +76,7 @@ class Preparation:
             return
         base = environment.site(os.environ)
         if not self._spec.setup.strip():
-            self._done(folder, base)
+            self._stage(folder, base)
             return
         try:
             said = cast(BinaryIO, tempfile.TemporaryFile(prefix="zerun-"))  # noqa: SIM115 (closed when the shell ended)
@@ -112,4 +112,21 @@ class Preparation:
             except ZerunError as problem:
                 self._fail("setup_failed", f"{problem} (see {self._setup_log.name})")
                 return
-        self._done(folder, found)
+        self._stage(folder, found)
+
+    def _stage(self, folder: Path, base: Dict[str, str]) -> None:
+        """Data that is to lie on the node's own disk is copied in a thread, like the code."""
+        if self._spec.stage:
+            threading.Thread(target=self._copy_data, args=(folder, base), daemon=True).start()
+        else:
+            self._done(folder, base)
+
+    def _copy_data(self, folder: Path, base: Dict[str, str]) -> None:
+        try:
+            with open(self._setup_log, "a", encoding="utf-8", errors="surrogateescape") as log:
+                told = staging.stage(self._spec, base, str(folder), lambda line: log.write(f"{line}\n"))
+        except (ZerunError, OSError) as problem:
+            message = str(problem)
+            self._loop.from_thread(lambda: self._fail("start_failed", message))
+            return
+        self._loop.from_thread(lambda: None if self._given_up else self._done(folder, {**base, **told}))

@@ -1,12 +1,11 @@
-"""Verbs that start nothing: cluster show, cluster check, render, data prepare. (plan: plan.py.)"""
+"""Verbs that start nothing: cluster show, cluster check, render. (plan: plan.py, data: data.py.)"""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from ..backends.protocol import Finding
 
 cluster_verbs = typer.Typer(help="Clusters: what a description says, and what stands there.", no_args_is_help=True)
-data_verbs = typer.Typer(help="Token files.", no_args_is_help=True)
 
 
 @cluster_verbs.command("show")
@@ -119,21 +117,3 @@ def render_verb(
     or $NAME in paths.runs, which are expanded on the cluster.
     """
     show.data_bytes(options.open_app(templates).render(job, cluster, sets or []))
-
-
-@data_verbs.command("prepare")
-def data_prepare(
-    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Text files.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where train.bin and heldout.bin go.")],
-    as_json: options.Json = False,
-) -> None:
-    """Turns text files into token files: train.bin and heldout.bin.
-
-    A token is a byte; whole files go to one side or the other, so that no text is in both.
-    """
-    made = options.open_app().prepare_data(files, out)
-    if as_json:
-        show.data_json(made)
-        return
-    for key, value in made.items():
-        show.data(f"{key}: {show.num_bytes(value) if key.endswith('_bytes') else value}")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..contract.errors import Exit, ZerunError
-from . import bring, describe, keep, launch, login, plan, show, watch
+from . import bring, data, describe, keep, launch, login, options, plan, show, watch
 
 app = typer.Typer(
     name="zerun",
@@ -41,7 +41,7 @@ app.command("resume")(launch.resume_verb)
 bring.checkpoint_verbs.command("export")(keep.export_verb)
 bring.checkpoint_verbs.command("import")(keep.import_verb)
 app.add_typer(bring.checkpoint_verbs, name="ckpt")
-app.add_typer(describe.data_verbs, name="data")
+app.add_typer(data.data_verbs, name="data")
 
 # typer vendors click since 0.26: the class of its usage errors is reached through what typer shows.
 _WrongUsage = cast("type[Exception]", typer.BadParameter.__mro__[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Dict, Optional, Tuple
 
+from .data_files import DataFile
 from .train import TrainConfig
 
 
@@ -64,6 +65,7 @@ class LaunchSpec:
     grace_s: int = 10  # from SIGTERM to SIGKILL when others are stopped
     stop_signal: str = "USR2"
     resume_step: Optional[int] = None
+    stage: Tuple[DataFile, ...] = ()  # copied to node_local, once a node, before the ranks start
     job_id: Optional[str] = None  # Slurm's, filled in when the script claims the attempt
     restart_count: int = 0
     node_local: Optional[str] = None  # a folder of each node's own disk, not expanded: agent.expand does, after setup

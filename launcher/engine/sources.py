@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -231,9 +232,15 @@ def make_batches(config: TrainConfig, run_dir: Path) -> Batches:
         train, heldout = run_dir / "data" / "train.bin", run_dir / "data" / "heldout.bin"
     else:
         assert data.tokens is not None
-        train = run_dir / "code" / data.tokens
-        heldout = run_dir / "code" / data.heldout if data.heldout else None  # type: ignore[assignment]
+        train = token_path(run_dir, data.tokens)
+        heldout = token_path(run_dir, data.heldout) if data.heldout else None  # type: ignore[assignment]
     return TokenBatches(train, heldout, seq_len=seq_len, vocab=vocab, seed=config.seed, tokens=held)
+
+
+def token_path(run_dir: Path, path: str) -> Path:
+    """Where a token file lies for this rank: the copy on its node's own disk if the agent made one."""
+    staged = json.loads(os.environ.get("ZERUN_STAGED") or "{}")
+    return Path(staged[path]) if path in staged else run_dir / "code" / path
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

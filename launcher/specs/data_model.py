@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -13,6 +13,7 @@ from .description import Description
 from .mistakes import Mistake
 from .values import (
     FactoryName,
+    Word,
     choice,
 )
 
@@ -33,22 +34,24 @@ DataPath = Annotated[str, BeforeValidator(values.checked(_data_path_problem))]
 
 
 class Data(Description):
-    """Exactly one of ``text``, ``tokens`` and ``factory``."""
-
-    NOT_BUILT: ClassVar[Mapping[str, str]] = {"dataset": "write tokens: /absolute/path"}
+    """Exactly one of ``text``, ``tokens``, ``dataset`` and ``factory``."""
 
     text: Annotated[Literal["python-stdlib"], choice("python-stdlib")] | None = None
     tokens: DataPath | None = None
     heldout: DataPath | None = None
+    dataset: Word | None = None  # a name in the cluster's datasets
+    stage_to: Annotated[Literal["node_local"], choice("node_local")] | None = None
     factory: FactoryName | None = None
     options: values.Options = Field(default_factory=lambda: values.freeze({}))
 
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
-        forms = [key for key in ("text", "tokens", "factory") if key in given]
+        forms = [key for key in ("text", "tokens", "dataset", "factory") if key in given]
         # A key that is refused as unknown or not built was meant to be the one.
         if len(forms) > 1 or (not forms and set(given) <= set(cls.model_fields)):
             what = " and ".join(forms) if forms else "none of them"
-            yield Mistake((), f"data takes exactly one of text, tokens, factory, not {what}")
+            yield Mistake((), f"data takes exactly one of text, tokens, dataset, factory, not {what}")
         if "heldout" in given and "tokens" not in given:
             yield Mistake(("heldout",), "heldout goes with tokens", at_key=True)
+        if "stage_to" in given and not {"tokens", "dataset"} & set(given):
+            yield Mistake(("stage_to",), "stage_to goes with tokens or dataset: files that can be copied", at_key=True)

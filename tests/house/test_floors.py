@@ -23,6 +23,7 @@ FLOORS = {
     "observe": 5,
     "logs": 5,
     "checkpoints": 5,
+    "datasets": 5,
     "diagnosis": 5,
     "backends": 4,
     "render": 3,

@@ -117,7 +117,7 @@ gpt.yaml:4:7: '-a' begins with '-' and would be read as an option
 gpt.yaml:5:31: unknown key 'hiden' (did you mean 'hidden'?); accepted: kind, layers, hidden, heads, seq_len, vocab, dropout
 gpt.yaml:5:61: hidden 512 cannot be divided among 7 heads; accepted near it: 2, 4, 8
 gpt.yaml:5:73: a whole number was expected, not '1e3'
-gpt.yaml:6:7: data takes exactly one of text, tokens, factory, not text and tokens
+gpt.yaml:6:7: data takes exactly one of text, tokens, dataset, factory, not text and tokens
 gpt.yaml:6:37: '../x' leaves the shipped code; accepted: a path inside it, or absolute on the cluster
 gpt.yaml:6:43: options go with data.factory, or with a model of your own
 gpt.yaml:7:15: '4' is not accepted; accepted: 0, 1, 2, 3
@@ -218,7 +218,6 @@ def test_job_keys_not_built_are_named(key: str) -> None:
 
 def test_inner_keys_and_values_not_built_are_named() -> None:
     assert "'foreign' is not built yet" in mistakes("job", JOB + "checkpoint: {foreign: {}}\n")[0]
-    assert "'dataset' is not built yet" in mistakes("job", JOB.replace("text: python-stdlib", "dataset: pile"))[0]
     model = "{kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}"
     assert "'weights' is not built yet" in mistakes("job", JOB.replace(model, "{factory: a:b, weights: x}"))[0]
     said = mistakes("cluster", CLUSTER + "login: {host: h}\nssh: {via: openssh}\n")
@@ -256,6 +255,10 @@ def test_inner_keys_and_values_not_built_are_named() -> None:
         (DIRECT.replace("{names: 'n[1-2]'}", "{names: 'n[1-70000]'}"), "3:17: the list names more than 65,536 nodes"),
         (DIRECT.replace("{names", "{hostfile: h, names"), "3:9: write names or hostfile, not both"),
         (DIRECT.replace("{names", "{entries: [], names"), "3:9: unknown key 'entries'"),
+        (DIRECT + "datasets: {p: {train: data/x.bin}}\n", "5:23: 'data/x.bin' is no absolute path of a file"),
+        (DIRECT + "datasets: {p: {train: /x, train_digest: md5:1}}\n", "5:41: 'md5:1' is no digest; accepted: xxh3: and 32"),
+        (DIRECT + "datasets: {p: {train: /a/x, heldout: /b/x}}\n", "5:38: train and heldout have one file name"),
+        (DIRECT + "datasets: {a/b: {train: /x}}\n", "5:11: dataset 'a/b': a name has letters"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_in_a_cluster(text: str, says: str | None) -> None:
@@ -301,7 +304,8 @@ def test_names_of_sbatch_options_are_plain(option: str) -> None:
         ("batch: {global: 64, micro: 8}", "batch: {micro: 8}", "6:8: batch needs global or accumulation beside micro"),
         ("batch: {global: 64, micro: 8}", "batch: {global: 64, accumulation: 8}", "6:1: 'micro' is missing"),
         ("global: 64", "global: 0", "6:17: 0 is out of range"),
-        ("data: {text: python-stdlib}", "data: {}", "3:7: data takes exactly one of text, tokens, factory, not none"),
+        ("data: {text", "data: {stage_to: node_local, text", "3:8: stage_to goes with tokens or dataset"),
+        ("data: {text: python-stdlib}", "data: {}", "3:7: data takes exactly one of text, tokens, dataset, factory, not none"),
         ("data: {text: python-stdlib}", "data: {text: x}", "3:14: 'x' is not accepted; accepted: python-stdlib"),
         ("data: {text: python-stdlib}", "data: {tokens: ~/x}", "3:16: '~/x' is not a plain path"),
         ("data: {text: python-stdlib}", "data: {text: python-stdlib, heldout: x}", "3:29: heldout goes with tokens"),
