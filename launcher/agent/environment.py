@@ -157,6 +157,8 @@ def of_rank(base: Mapping[str, str], spec: LaunchSpec, seat: Seat) -> Environmen
     result.setdefault("OMP_NUM_THREADS", str(spec.cpus_per_slot or max(1, _cores() // slots)))
     if seat.interface:
         result.setdefault("GLOO_SOCKET_IFNAME", seat.interface)
+    if spec.interface:
+        result.setdefault("NCCL_SOCKET_IFNAME", f"={spec.interface}")  # without = it would mean any that begins so
     if spec.program is not None:
         # `from zerun import ZeroEngine` works in a script that nothing was installed for; behind all else.
         result["PYTHONPATH"] = os.pathsep.join(p for p in (result.get("PYTHONPATH"), spec.runtime) if p)

@@ -42,7 +42,10 @@ def open_meeting(spec: LaunchSpec, name: str, address: str) -> Meeting:
     ``name`` is the node's own, ``address`` what others should connect to (empty: found out here).
     Raises :class:`ZerunError` when no candidate port can be bound.
     """
-    own = own_address(name, address, [n.address or n.name for n in spec.nodes], alone=len(spec.nodes) == 1)
+    alone = len(spec.nodes) == 1
+    if spec.interface and not address and not alone:
+        address = address_of(spec.interface, name)
+    own = own_address(name, address, [n.address or n.name for n in spec.nodes], alone=alone)
     # On loopback nothing has to be open to the network; elsewhere the announced address may be a
     # translated one that no interface here carries.
     host = own if own.startswith("127.") else ""
@@ -126,6 +129,19 @@ def own_address(name: str, address: str, others: Sequence[str], *, alone: bool) 
     )
 
 
+def address_of(interface: str, node: str) -> str:
+    """The IPv4 address of this node's ``interface``. Raises UsageError where it has none, saying what there is."""
+    here = interfaces()
+    for name, address in here:
+        if name == interface:
+            return address
+    have = ", ".join(f"{name} ({address})" for name, address in here)
+    raise UsageError(
+        f"node {node}: network.interface is {interface}, which is not up here with an IPv4 address; there are {have}",
+        hint="mend `network.interface` in the cluster, or leave it out: it is found by the route to the first node",
+    )
+
+
 def local_address_towards(target: str) -> Optional[str]:
     """The local address that packets to ``target`` leave from. Nothing is sent."""
     try:
@@ -159,6 +175,17 @@ def interface_towards(target: str) -> Optional[str]:
     if local.startswith("127."):
         return "lo"
     return next((name for name, address in interfaces() if address == local), None)
+
+
+def interface_of(spec: LaunchSpec, meeting: str) -> Optional[str]:
+    """The interface that this node's ranks talk through: the one that the cluster names, else the one on the way
+    to ``meeting``. Never loopback for ranks of several machines, though the first node may know its own name so."""
+    found = spec.interface or interface_towards(meeting)
+    if found != "lo" or len(spec.nodes) == 1 or meeting in ("localhost", "127.0.0.1"):
+        return found
+    others = (interface_towards(node.address or node.name) for node in spec.nodes if node.address or node.name)
+    real = (name for name, address in interfaces() if not address.startswith("127."))
+    return next((name for name in others if name not in (None, "lo")), None) or next(real, found)
 
 
 def announce(announcement: Announcement, path: Path) -> None:

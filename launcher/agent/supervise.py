@@ -177,7 +177,7 @@ class Agent:
             return
         self._started = True
         folder, base = self._prepared
-        interface = self._spec.interface or rendezvous.interface_towards(self._meeting.address)
+        interface = rendezvous.interface_of(self._spec, self._meeting.address)
         first = sum(node.slots for node in self._spec.nodes[: self._me.node_rank])
         seat = Seat(first, self._me.node_rank, self._me.node, self._meeting.address, self._meeting.port, interface)
         listener = self._listener

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from agent_job import MakeJob
 
-from launcher.agent import rendezvous
-from launcher.contract.errors import ZerunError
+from launcher.agent import environment, rendezvous
+from launcher.contract.errors import UsageError, ZerunError
 from launcher.contract.launch import LaunchSpec, Node
 
 SPEC = LaunchSpec("r", 1, "/r", "/z", (Node("localhost", 1),), True, "t", "python", "python")
@@ -93,3 +93,34 @@ def test_a_program_binds_the_port_itself(job: MakeJob) -> None:
     bind = 'import os, socket; socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))'
     one = job(sys.executable, "-W", "ignore", "-c", bind)
     assert one.run() == 0, one.log(0)
+
+
+def test_the_named_interface_is_where_all_meet() -> None:
+    two = replace(SPEC, nodes=(Node("", 1), Node("", 1)), interface="lo")
+    meeting = rendezvous.open_meeting(two, "n1", "")
+    meeting.ranks.close()
+    meeting.control.close()
+    assert meeting.announcement.address == "127.0.0.1"
+    with pytest.raises(UsageError, match=r"node n1: network.interface is ib7, which is not up here.* lo \(127.0.0.1\)"):
+        rendezvous.open_meeting(replace(two, interface="ib7"), "n1", "")
+    env = environment.of_rank({}, replace(two, interface="ib7"), environment.Seat(0, 0, "n1", "h", 1, "ib7"))
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("ib7", "=ib7")
+    env = environment.of_rank({}, SPEC, environment.Seat(0, 0, "n1", "h", 1, "eth0"))
+    assert env["GLOO_SOCKET_IFNAME"] == "eth0" and "NCCL_SOCKET_IFNAME" not in env
+
+
+def test_a_first_node_that_knows_its_own_name_as_loopback_stays_off_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian writes ``127.0.1.1 NAME`` into /etc/hosts, where only the node itself reads it."""
+    known = socket.getaddrinfo
+
+    def trap(host: str, *rest: object, **more: object) -> object:
+        return known("127.0.1.1" if host == "first" else host, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", trap)
+    real = [name for name, address in rendezvous.interfaces() if not address.startswith("127.")]
+    spec = replace(SPEC, nodes=(Node("first", 1, "first"), Node("192.0.2.7", 1)))
+    assert rendezvous.interface_towards("first") == "lo"
+    if real:
+        assert rendezvous.interface_of(spec, "first") in real
+        assert not rendezvous.own_address("first", "", ["192.0.2.7"], alone=False).startswith("127.")
+    assert rendezvous.interface_of(replace(spec, nodes=spec.nodes[:1]), "first") == "lo"
