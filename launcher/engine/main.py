@@ -6,9 +6,11 @@ An error ends this process at once with a traceback or a clear line; the agent t
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -28,8 +30,8 @@ from .loop import Trainer, say, write_outcome
 from .place import Place, meet
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs this rank to its end; on failure it does not return, so that nothing waits for lost ranks."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs this rank to its end and ends its process: see :func:`_leave` for why it never returns."""
     parser = argparse.ArgumentParser(prog="engine")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
@@ -43,11 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _die(int(Exit.JOB_FAILED), f"rank {os.environ.get('RANK', '?')} failed:\n{traceback.format_exc()}")
     if dist.is_initialized():
         dist.destroy_process_group()
-    return int(Exit.STOPPED if outcome.outcome == "stopped" else Exit.DONE)
+    _leave(int(Exit.STOPPED if outcome.outcome == "stopped" else Exit.DONE))
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends a rank that is through as multiprocessing ends its children: hooks run, the interpreter is left standing.
+
+    gloo answers ``wait`` before its own thread has let go of the message's tensors. If that thread comes to it while
+    the interpreter is being taken down, it finds no interpreter to give them back to, and the whole process aborts
+    ("terminate called without an active exception") after its work was done and saved.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # a user's own threads come to their end first
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _die(code: int, words: str) -> NoReturn:
-    """Ends without destructors, which may wait for ranks that are gone."""
+    """Ends at once: hooks may wait for ranks that are gone."""
     sys.stdout.flush()
     sys.stderr.write(words)
     sys.stderr.flush()

@@ -203,6 +203,30 @@ def test_a_users_own_model_loss_and_data(tmp_path: Path, corpus: Path) -> None:
     assert any("running_mean" in name for name in job.manifest(30).buffers)
 
 
+END = """
+import atexit, os, pathlib
+
+class Late:
+    def __del__(self):
+        os.abort()  # what native code did whose thread met an interpreter that was being taken down
+
+_late = Late()
+atexit.register(lambda: pathlib.Path(f"hooks-{os.environ['RANK']}").touch())
+"""
+
+
+def test_a_rank_that_is_through_ends_well_whatever_the_interpreters_end_would_bring(
+    tmp_path: Path, corpus: Path
+) -> None:
+    job = Job(tmp_path)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "late.py").write_text(END)
+    (tmp_path / "code" / "mymodel.py").write_text(USER_CODE + "\nimport late\n")
+    assert job.run(_user_config(corpus, steps=1)) == [0, 0], job.log(0) + job.log(1)
+    assert job.outcome().outcome == "done"
+    assert (tmp_path / "hooks-0").exists() and (tmp_path / "hooks-1").exists(), "hooks of the user's own still run"
+
+
 def test_a_rank_that_fails_ends_all_quickly_and_says_why(tmp_path: Path, corpus: Path) -> None:
     job = Job(tmp_path)
     (tmp_path / "code").mkdir()
