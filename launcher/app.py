@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .planning.plan import Plan
     from .specs.models import Cluster, Job
     from .transports.master import Master
+    from .starting import Waiting
+    from .transports.master import Master
 
 Notice = Callable[[str], None]
 _BY_ITSELF = "the program begins again, or goes on from what it kept itself ($ZERUN_ATTEMPT is above 1)"
@@ -361,18 +363,10 @@ class App:
 
     def verify(self, run: str, step: int | None = None) -> Report:
         """Reads a checkpoint that is at home whole, and holds every block against its digest."""
-        from .checkpoints import local_steps, verify
+        from .checkpoints import verify
+        from .keeping import step_at_home
 
-        loaded = self.store.load(self.resolve(run))
-        steps = local_steps(loaded.folder)
-        chosen = step if step is not None else (steps[-1] if steps else None)
-        if chosen is None or chosen not in steps:
-            have = ", ".join(map(str, steps)) or "none"
-            raise UsageError(
-                f"no checkpoint {'' if step is None else f'of step {step} '}of {loaded.name} at home (here: {have})",
-                hint=f"zerun collect {loaded.name}" + (f" --checkpoint {step}" if step is not None else ""),
-            )
-        return verify(Path(str(loaded.paths.checkpoint(chosen).root)))
+        return verify(step_at_home(self.store.load(self.resolve(run)), step))
 
     # --- resume -----------------------------------------------------------------------------------
 
@@ -384,6 +378,7 @@ class App:
         step: int | None = None,
         sets: Sequence[str] = (),
         notice: Notice | None = None,
+        waiting: Waiting | None = None,
     ) -> Submitted:
         """The next attempt of the run, from the newest whole checkpoint, on the same or another number of nodes.
 

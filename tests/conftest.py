@@ -26,7 +26,11 @@ in the summary, and with ``CI=true`` or ``ZERUN_REQUIRE_TESTBED=1`` their absenc
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,6 +40,9 @@ from testbed import cluster
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: Ctrl-C is tested all the same
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests that run side by side on this machine must not take each other's slots away.
+_LEASES = tempfile.mkdtemp(prefix="zerun-test-leases-")
+_lease_folders = itertools.count()
 _FIXTURES = {"testbed", "testbed_bare"}
 
 
@@ -49,7 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("testbed") is not None)
 
 
+def pytest_sessionfinish() -> None:
+    shutil.rmtree(_LEASES, ignore_errors=True)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    os.environ["ZERUN_LEASES"] = f"{_LEASES}/{next(_lease_folders)}"
     if item.get_closest_marker("testbed") is None:
         return
     reason = cluster.why_not()

@@ -7,7 +7,7 @@ whoever does not know it is cut off, and nothing that is sent here can do more t
 ::
 
     peer  → first   hello {token, node, node_rank} · beat · failed {failure, age_s} · ended · warn
-    first → peer    welcome {node} · beat · stop · verdict {failure} · end · warn
+    first → peer    welcome {node} · gathered · beat · stop · verdict {failure} · end · warn
 
 ``failed`` stops everybody at once; *which* failure was first is decided a moment later, when slower
 reports are in: the death of a rank is fallout if another one's came before.
@@ -61,6 +61,9 @@ def first_cause(reports: Sequence[Tuple[float, Failure]]) -> Failure:
 
 class Events(Protocol):
     """What the agent does when the others say so."""
+
+    def gathered(self) -> None:
+        """Every node's agent has greeted. May come more than once."""
 
     def stop_now(self, late_s: float = 0.0) -> None:
         """Some node failed ``late_s`` ago: end the ranks; why follows. May come more than once."""
@@ -324,6 +327,8 @@ class Peer:
         kind = message.get("kind")
         if kind == "welcome":
             self._welcome(message)
+        elif kind == "gathered":
+            self._events.gathered()
         elif kind == "stop":
             late_s = message.get("late_s")
             self._events.stop_now(float(late_s) if isinstance(late_s, (int, float)) else 0.0)

@@ -82,6 +82,7 @@ class Coordinator:
         self._stopping = False
         self._decided = False
         self._own_ended = False
+        self._gathered = False
         self._finished = False
         self._leaving: Optional[Tuple[Callback, float]] = None
         self._hurried = False  # whoever cancels tells every node itself
@@ -89,6 +90,7 @@ class Coordinator:
         loop.watch(listener, READ, self._accept)
         loop.every(BEAT_S, lambda: self._broadcast({"kind": "beat"}))
         loop.every(0.5, self._check)
+        loop.after(0.0, self._see_whether_all_came)  # nobody else is to come on a single node
 
     def report(self, failure: Failure, died_at: float) -> None:
         if failure.kind == "cancelled":
@@ -205,6 +207,13 @@ class Coordinator:
         link.send({"kind": "welcome", "node": self._name})
         for standing in self._standing:
             link.send(standing)
+        self._see_whether_all_came()
+
+    def _see_whether_all_came(self) -> None:
+        if not self._gathered and all(member.met for member in self._members.values()):
+            self._gathered = True
+            self._stand({"kind": "gathered"})
+            self._events.gathered()
 
     def _hear(self, link: Link, message: Message) -> None:
         member = next((m for m in self._members.values() if m.link is link), None)

@@ -10,12 +10,12 @@ import time
 from pathlib import Path, PurePosixPath
 from typing import Any, Dict, List, Optional
 
-from ..contract.errors import JobFailed, Refused, UsageError, ZerunError
+from ..contract.errors import Busy, JobFailed, Refused, UsageError, ZerunError
 from ..contract.folder import AttemptFolder, RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.plain import PlainError, from_plain, loads, to_plain
 from ..contract.records import Announcement, NodeRecord, ProcessId
-from . import environment, processes, rendezvous
+from . import environment, outlive, processes, rendezvous
 from .attempt import find_place, load
 from .notes import own_files
 
@@ -30,7 +30,7 @@ def start(request: Dict[str, Any]) -> Answer:
     """``{run_dir, attempt, node, rendezvous?}`` → ``{pid, announcement}``.
 
     Raises :class:`JobFailed` with the reason when the agent failed within its first seconds, and
-    :class:`Refused` when this attempt already ran here and is over.
+    :class:`Refused` when this attempt already ran here and is over, :class:`Busy` when others have the slots.
     """
     run_dir, attempt, node = str(request["run_dir"]), int(request["attempt"]), str(request["node"])
     spec = load(run_dir, attempt)
@@ -51,12 +51,26 @@ def _start_anew(
     spec: LaunchSpec, folder: AttemptFolder, node: str, node_rank: int, meeting: Optional[Announcement]
 ) -> Answer:
     read_end, write_end = os.pipe()
-    argv = [sys.executable, spec.runtime, "agent", "--run-dir", spec.run_dir, "--attempt", str(spec.attempt)]
+    way = outlive.way()
+    argv = [
+        *way.argv,
+        sys.executable,
+        spec.runtime,
+        "agent",
+        "--kept-by",
+        way.by,
+        "--run-dir",
+        spec.run_dir,
+        "--attempt",
+        str(spec.attempt),
+    ]
     argv += ["--node", node, "--ready-fd", str(write_end)]
     if meeting is not None:
         argv += ["--rendezvous", f"{meeting.address}:{meeting.port}"]
         argv += ["--control", f"{meeting.address}:{meeting.control_port}"]
     marks = {"ZERUN_TOKEN": spec.token, "ZERUN_NODE": node}
+    if os.environ.get("ZERUN_LEASES"):  # another place for them: of use on one's own machine alone
+        marks["ZERUN_LEASES"] = os.environ["ZERUN_LEASES"]
     with open(folder.agent_log(node), "ab") as log:
         agent = subprocess.Popen(
             argv,
@@ -64,7 +78,7 @@ def _start_anew(
             stdout=log,
             stderr=log,
             cwd="/",
-            env=environment.encoded({**environment.site({}), **marks}),
+            env=environment.encoded({**environment.site({}), **marks, **way.environment}),
             pass_fds=(write_end,),
             start_new_session=True,
         )
@@ -79,6 +93,10 @@ def _start_anew(
         other = _place_of(folder, node)
         if other is not None:
             return _adopt(folder, node, node_rank, other)
+    if "refused" in said:
+        agent.wait()
+        kind = Busy if said.get("busy") else Refused
+        raise kind(str(said["refused"]), hint=said.get("hint"))
     if "failed" in said:
         raise JobFailed(f"the agent on {node} could not start the job: {said['failed']}")
     if "ready" not in said and agent.poll() is not None:

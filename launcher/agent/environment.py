@@ -164,7 +164,9 @@ def of_rank(base: Mapping[str, str], spec: LaunchSpec, seat: Seat) -> Environmen
         result["PYTHONPATH"] = os.pathsep.join(p for p in (result.get("PYTHONPATH"), spec.runtime) if p)
     devices = spec.nodes[seat.node_rank].devices
     if devices is not None and spec.device_kind == "gpu":
+        # Every rank sees all devices of the job on its node, and LOCAL_RANK counts them, as under torchrun.
         result["CUDA_VISIBLE_DEVICES"] = ",".join(str(d) for d in devices)
+        result.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's numbers, not CUDA's "fastest first"
     result.update(_owned(spec, seat))
     result.pop("ZERUN_LISTEN_FD", None)
     return result

@@ -74,6 +74,8 @@ class Keeper:
         self.ended_at: Optional[float] = None
         self.notes: List[str] = []
         self.stop_sent_at: Optional[float] = None
+        self.leased: Optional[Tuple[int, ...]] = None
+        self.kept_by = ""
 
     def write(self, ranks: Tuple[RankRecord, ...]) -> None:
         record = NodeRecord(
@@ -92,6 +94,8 @@ class Keeper:
             restart_count=self.restart_count,
             notes=tuple(self.notes),
             stop_sent_at=self.stop_sent_at,
+            leased=self.leased,
+            kept_by=self.kept_by,
         )
         if self.state == "ended":
             self._spend()
@@ -119,6 +123,12 @@ class Keeper:
 def own_files(folder: AttemptFolder) -> None:
     for path in (folder.nodes, folder.logs, folder.metrics):
         Path(path).mkdir(parents=True, exist_ok=True)
+
+
+def leave_place(folder: AttemptFolder, node: str) -> None:
+    """What :func:`take_place` took: nothing was begun, so another agent may come."""
+    with contextlib.suppress(OSError):
+        (Path(folder.nodes) / f".{node}.agent").unlink()
 
 
 def take_place(folder: AttemptFolder, node: str, agent: ProcessId) -> Optional[Dict[str, Any]]:

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
+from . import outlive
 from .space import free_bytes
 
 _LIMIT_S = 40.0
@@ -48,6 +49,7 @@ def probe(request: Dict[str, Any]) -> Dict[str, Any]:
         free_bytes=free_bytes(str(request["path"])),
         writable=_writable(str(request["path"])),
         unresolved=[str(n) for n in request["resolve"] if not _resolves(str(n))],
+        outlives=outlive.facts(),
         began=began,
         now=time.time(),
     )

@@ -12,29 +12,26 @@ Everything happens in one event loop, so each method below runs to its end undis
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import platform
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path, PurePosixPath
-from typing import List, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
-from ..contract.errors import UsageError, ZerunError
+from ..contract.errors import Busy, Refused, ZerunError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.records import Announcement, Failure, ProcessId
-from . import processes, rendezvous
-from .attempt import find_place, load
+from . import leases, processes, rendezvous
 from .control import Council, Peer
 from .coordinator import Coordinator
 from .environment import Environment, Seat
 from .loop import Loop
-from .notes import AgentLog, Keeper, Ready, own_files, take_place
+from .notes import AgentLog, Keeper, Ready, leave_place, own_files, take_place
 from .prepare import Preparation
 from .ranks import OK_STATUS, Rank, Ranks, signal_name, stop_signal_of
 
@@ -54,6 +51,7 @@ class Options(NamedTuple):
     node_rank: int
     meeting: Optional[Announcement] = None
     ready: Optional[int] = None
+    kept_by: str = ""
 
 
 class Agent:
@@ -69,6 +67,8 @@ class Agent:
         self._welcome = options.node_rank == 0
         self._stopping = self._down = self._warned = self._reported = False
         self._settled = False
+        self._held: Optional[leases.Held] = None
+        self._gathered = spec.nodes[0].among is None  # else no rank starts before every node's slots are held
         self._killing_since: Optional[float] = None
         self._started = False
 
@@ -81,6 +81,13 @@ class Agent:
             self._log(f"another agent has this node's place: pid {before.get('pid')}")
             self._ready.say(True, taken=before)
             return TAKEN
+        try:
+            self._spec, self._held = leases.hold(self._spec, self._me.node_rank, self._me.node, self._own)
+        except Refused as problem:
+            leave_place(self._folder, self._me.node)
+            self._log(f"refused: {problem.message}")
+            self._ready.say(True, refused=problem.message, busy=isinstance(problem, Busy), hint=problem.hint)
+            return int(problem.exit_code)
         self._ready.say(placed=True)
         self._log(f"agent {self._own.pid} of {self._spec.run} attempt {self._spec.attempt}, node {self._me.node}")
         self._keeper = self._new_keeper()
@@ -95,6 +102,8 @@ class Agent:
             self._loop.run()
         finally:
             self._loop.close()
+        if self._held is not None:
+            self._held.release()
         self._log(f"agent leaves with status {self._status()}")
         self._log.close()
         return self._status()
@@ -105,6 +114,8 @@ class Agent:
         keeper.python = platform.python_version()
         keeper.job_id = self._spec.job_id or os.environ.get("SLURM_JOB_ID")
         keeper.restart_count = self._spec.restart_count
+        keeper.leased = self._held.slots if self._held is not None else None
+        keeper.kept_by = self._me.kept_by
         keeper.write(())
         return keeper
 
@@ -168,12 +179,19 @@ class Agent:
         self._welcome = True
         self._start_if_ready()
 
+    def gathered(self) -> None:
+        """Every node's agent is there, and holds its slots."""
+        self._gathered = True
+        self._start_if_ready()
+
     def _has_prepared(self, folder: Path, base: Environment) -> None:
         self._prepared = (folder, base)
         self._start_if_ready()
 
     def _start_if_ready(self) -> None:
-        if self._started or self._stopping or self._prepared is None or self._meeting is None or not self._welcome:
+        if self._started or self._stopping or self._prepared is None or self._meeting is None:
+            return
+        if not (self._welcome and self._gathered):
             return
         self._started = True
         folder, base = self._prepared
@@ -203,6 +221,8 @@ class Agent:
 
     def _beat(self) -> None:
         self._loop.reap()  # in case a signal was lost
+        if self._held is not None:
+            self._held.beat()
         if self._warned and not self._stopping:
             self._ranks.warn()
         self._write()
@@ -394,33 +414,3 @@ class Agent:
         if failure.signal is not None:
             return 128 + failure.signal
         return failure.exit_code or 1
-
-
-def run(argv: List[str]) -> int:
-    """``agent --run-dir D --attempt K [--node NAME] [--rendezvous H:P --control H:P] [--ready-fd N]``"""
-    parser = argparse.ArgumentParser(prog="agent")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--attempt", required=True, type=int)
-    parser.add_argument("--node")
-    parser.add_argument("--rendezvous", type=_place)
-    parser.add_argument("--control", type=_place)
-    parser.add_argument("--ready-fd", type=int)
-    given = parser.parse_args(argv)
-    try:
-        spec = load(given.run_dir, given.attempt)
-        node_rank, node = find_place(spec, given.node, os.environ)
-    except UsageError as problem:
-        sys.stderr.write(f"{problem.message}\n")
-        Ready(given.ready_fd).say(True, failed=problem.message)
-        return int(problem.exit_code)
-    meeting = None
-    if given.rendezvous and given.control:
-        meeting = Announcement(given.rendezvous[0], given.rendezvous[1], given.control[1])
-    return Agent(spec, Options(node, node_rank, meeting, given.ready_fd)).run()
-
-
-def _place(text: str) -> Tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
-        raise argparse.ArgumentTypeError(f"HOST:PORT was expected, not {text!r}")
-    return host.strip("[]"), int(port)

@@ -122,7 +122,7 @@ class Caller:
         done = transport.run(self.argv(transport, verb), stdin=json.dumps(request).encode(), timeout_s=timeout_s)
         answer = _read(transport.name, verb, done.returncode, done.stdout, done.stderr)
         if done.returncode or "error" in answer:
-            kind = _CLASSES.get(done.returncode, ZerunError)
+            kind = errors.Busy if answer.get("busy") else _CLASSES.get(done.returncode, ZerunError)
             raise kind(f"{transport.name}: {answer.get('error')}", hint=answer.get("hint"))
         return answer
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract.errors import Refused, ZerunError
 from .calls import Caller, side_by_side
+from .check_slots import logout_warning, outlives, with_slots
 from .protocol import Finding
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ def check_direct(cluster: Cluster, connector: Connector, caller: Caller) -> Sequ
 
     def one(entry: NodeEntry) -> Finding:
         others = [e.address or e.name for e in entries if e.name != entry.name]
-        return _look_at(entry.name, connector.transport(entry.name), cluster, caller, (entry.slots, others))
+        at = connector.transport(entry.name)
+        found = _look_at(entry.name, at, cluster, caller, (entry.slots, others))
+        return with_slots(found, entry, cluster, lambda request: caller.call(at, "slots", request))
 
     checked = side_by_side(one, list(entries), cluster.ssh.connections)
     return [found or _unreached(entry.name, problem) for entry, found, problem in checked]
@@ -73,6 +76,7 @@ def _look_at(
         "free_bytes": said["free_bytes"],
         "runs": runs,
         "clock_offset_s": offset_s,
+        "outlives_logout": outlives(said["outlives"]) if ranks else None,
     }
     grave = _grave(said, cluster, ranks[0] if ranks else None)
     if abs(offset_s) > _CLOCK_S + error_s:
@@ -83,6 +87,7 @@ def _look_at(
     if ranks and cluster.device.kind == "cpu" and ranks[0] > said["cores"]:
         facts["slots"] = ranks[0]
         warnings.append(f"{ranks[0]} slots on {said['cores']} cores: ranks will wait for each other")
+    warnings += logout_warning(said["outlives"]) if ranks else []
     return Finding(name, ok=not grave, facts=facts, problems=(*grave, *warnings))
 
 

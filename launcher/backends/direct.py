@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..contract.errors import NoSpace, PartialAnswer, Refused, Unreachable, UsageError, ZerunError
+from ..contract.errors import Busy, NoSpace, PartialAnswer, Refused, Unreachable, UsageError, ZerunError
 from ..contract.folder import RunFolder
+from ..contract.launch import Node
 from ..transports.open import Connector
 from ..transports.protocol import Stream, Transport
+from . import free
 from .calls import Caller, attempt_files, first_error, side_by_side
 from .protocol import Finding, Handle, Place, Poll, Submission
 
@@ -74,6 +76,9 @@ class DirectBackend:
 
     # --- start ------------------------------------------------------------------------------------
 
+    def busy(self, nodes: Sequence[Node], device_kind: str) -> Busy | None:
+        return free.busy(lambda n: self._caller.call(self._at(n.name), "slots", free.request(n, device_kind)), nodes)
+
     def submit(self, submission: Submission) -> Handle:
         names = [node.name for node in submission.launch.nodes]
         unknown = sorted(set(names) - set(self._nodes))
@@ -96,7 +101,8 @@ class DirectBackend:
                 raise problem
         except ZerunError as problem:
             # Refused by the first node: the attempt had run before, and what is there is not ours to end.
-            if not (isinstance(problem, Refused) and len(begun) == 1):
+            ran = isinstance(problem, Refused) and not isinstance(problem, Busy)
+            if not (ran and len(begun) == 1):
                 # Secrets went to every node that keeps its own files, begun or not: stop deletes them.
                 apart = bool(submission.secrets) and not self._cluster.paths.shared
                 self._undo(request, names if apart else begun, begun, problem)

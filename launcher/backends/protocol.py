@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from ..contract.launch import LaunchSpec
+from ..contract.errors import Busy
+from ..contract.launch import LaunchSpec, Node
 from ..transports.protocol import Stream, Transport
 
 
@@ -98,6 +99,10 @@ class Backend(Protocol):
 
     def tail(self, place: Place, request: Mapping[str, Any]) -> Stream:
         """The agent's ``tail`` verb at a place: its frames as they come."""
+
+    def busy(self, nodes: Sequence[Node], device_kind: str) -> Busy | None:
+        """Why these nodes cannot be had now: who holds their slots, since when. None when they can, and where a
+        scheduler queues. Raises Unreachable or Refused."""
 
     def submit(self, submission: Submission) -> Handle:
         """Starts the attempt, or adopts it when it finds that an earlier call already did."""

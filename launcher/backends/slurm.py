@@ -6,8 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..contract.errors import Unreachable, UsageError
+from ..contract.errors import Busy, Unreachable, UsageError
 from ..contract.folder import RunFolder
+from ..contract.launch import Node
 from ..specs import nodelist
 from ..transports.open import Connector
 from ..transports.protocol import Result, Stream, Transport
@@ -67,6 +68,9 @@ class SlurmBackend:
         return done
 
     # --- start ------------------------------------------------------------------------------------
+
+    def busy(self, nodes: Sequence[Node], device_kind: str) -> Busy | None:
+        return None  # Slurm queues
 
     def submit(self, submission: Submission) -> Handle:
         login = self._login

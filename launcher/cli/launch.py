@@ -8,15 +8,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..contract.errors import Exit
+from ..contract.errors import Exit, UsageError
 from . import options, show
 
 if TYPE_CHECKING:
     from ..app import App, Submitted
+    from ..starting import Waiting
 
 Follow = Annotated[
     bool, typer.Option("--follow", "-f", help="Shows every rank's lines (stderr) and ends as the job ends.")
 ]
+
+
+WaitFree = Annotated[
+    str | None,
+    typer.Option(
+        "--wait-free",
+        metavar="[TIME]",
+        help="Without a scheduler: waits until the slots are free, at most TIME (90s, 30min, 2h). Default: is refused.",
+    ),
+]
+
+
+def _waiting(wait_free: str | None) -> Waiting:
+    from ..specs import units
+    from ..starting import Waiting
+
+    if wait_free is None:
+        return Waiting()
+    if wait_free == options.FOR_EVER:
+        return Waiting(None, show.note)
+    try:
+        return Waiting(units.duration(wait_free), show.note)
+    except ValueError as problem:
+        raise UsageError(f"--wait-free {wait_free}: {problem}") from None
 
 
 def submit_verb(
@@ -28,6 +53,7 @@ def submit_verb(
         bool, typer.Option("--dry-run", help="Prints the script that would be submitted, and the plan (stderr).")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Submits even what the plan says does not fit.")] = False,
+    wait_free: WaitFree = None,
     templates: options.Templates = None,
 ) -> None:
     """Submits a job and prints the run's id, alone, on stdout.
@@ -38,7 +64,7 @@ def submit_verb(
     if dry_run:
         _dry_run(app, job, cluster, sets or [], force)
         return
-    submitted = app.submit(job, cluster, sets or [], force=force)
+    submitted = app.submit(job, cluster, sets or [], force=force, waiting=_waiting(wait_free))
     _announce(submitted, follow)
     if follow:
         _follow_and_exit(app, submitted.run)
@@ -117,6 +143,7 @@ def resume_verb(
     ] = None,
     sets: options.JobSets = None,
     follow: Follow = False,
+    wait_free: WaitFree = None,
 ) -> None:
     """Starts a run's next attempt from a checkpoint, on the same or another number of ranks.
 
@@ -125,7 +152,8 @@ def resume_verb(
     Prints the run's id on stdout.
     """
     app = options.open_app()
-    resumed = app.resume(app.resolve(run), nodes=nodes, step=step, sets=sets or (), notice=show.note)
+    waiting = _waiting(wait_free)
+    resumed = app.resume(app.resolve(run), nodes=nodes, step=step, sets=sets or (), notice=show.note, waiting=waiting)
     _announce(resumed, follow)
     if follow:
         _follow_and_exit(app, resumed.run)

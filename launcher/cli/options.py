@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +43,18 @@ Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's id, a unique beginning of one, or `last`.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Prints one JSON value instead of text.")]
+
+
+FOR_EVER = "for ever"
+
+
+def filled_in(arguments: Sequence[str]) -> list[str]:
+    """``--wait-free`` alone stands for no limit: options here take their value always or never."""
+    found = list(arguments)
+    for at in [i for i, word in enumerate(found) if word == "--wait-free"]:
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?[a-z]*([0-9]+[a-z]+)*", found[at + 1] if at + 1 < len(found) else ""):
+            found[at] = f"--wait-free={FOR_EVER}"
+    return found
 
 
 def open_app(templates: Path | None = None) -> App:

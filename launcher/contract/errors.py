@@ -8,6 +8,7 @@
     ├── DoesNotFit             3   the plan is above the device
     ├── Unreachable            4   a cluster or node did not answer, or what it said is not known
     ├── Refused                5   host key, unsafe name, path that leaves its folder
+    │   └── Busy               5   slots that another run or process holds
     ├── NoSpace                6
     ├── VerificationFailed     7   bytes that are not what the manifest says
     ├── PartialAnswer          8   only part of the nodes answered
@@ -94,6 +95,10 @@ class Unreachable(ZerunError):
 
 class Refused(ZerunError):
     exit_code = Exit.REFUSED
+
+
+class Busy(Refused):
+    """Somebody else has the slots; what was asked for may be asked for again later."""
 
 
 class NoSpace(ZerunError):

@@ -21,6 +21,7 @@ class Node:
     slots: int
     address: str = ""
     devices: Optional[Tuple[int, ...]] = None
+    among: Optional[Tuple[int, ...]] = None  # no scheduler: all slots of the node, of which ``slots`` are leased
 
 
 @dataclass(frozen=True)

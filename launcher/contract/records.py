@@ -83,6 +83,8 @@ class NodeRecord:
     job_id: Optional[str] = None
     restart_count: int = 0
     notes: Tuple[str, ...] = ()
+    leased: Optional[Tuple[int, ...]] = None  # the slots (devices) that it holds, where no scheduler gave them
+    kept_by: str = ""  # what lets it outlive a logout: scope · setsid; nothing under Slurm
     stop_sent_at: Optional[float] = None  # when the ranks were asked to save and end: a limit, or a graceful stop
 
 

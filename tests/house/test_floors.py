@@ -15,6 +15,7 @@ FLOORS = {
     "app": 6,
     "keeping": 6,
     "attempts": 5,
+    "starting": 5,
     "measured": 5,
     "compare": 6,
     "simulation": 5,

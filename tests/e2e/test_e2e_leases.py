@@ -1,0 +1,145 @@
+"""Machines without a scheduler, shared by several people: slots are held, refused by name, and waited for."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from e2e_site import GPT, PROGRAM, Site
+from test_e2e_slurm import wait_for_checkpoint
+
+UNLIKE = """\
+name: rack
+backend: direct
+nodes:
+  - {{name: node01, devices: [0, 1, 3, 5]}}
+  - {{name: node02, slots: 2}}
+  - {{name: node03, slots: 2}}
+ssh: {{config: {config}}}
+device: {{kind: {kind}}}
+paths: {{runs: /scratch/$USER/zerun, shared: false}}
+python: {python}
+agent_python: /usr/bin/python3
+env: {{OMP_NUM_THREADS: '1'}}
+"""
+SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu=index,uuid) printf '0, GPU-aa\\n1, GPU-bb\\n' ;;
+  --query-compute-apps=*) printf 'GPU-bb, PID, /usr/bin/sleep\\n' ;;
+esac
+"""
+
+
+def describe(site: Site, testbed: Any, python: str, user: str, kind: str = "cpu") -> None:
+    text = UNLIKE.format(config=testbed.ssh_config_of(user), python=python, kind=kind)
+    site.write(f"clusters/{user}.yaml", text.replace("name: rack", f"name: {user}", 1))
+
+
+def test_slots_that_others_hold(
+    site: Site, testbed: Any, node_python: str, leftovers: Callable[[str], list[str]]
+) -> None:
+    for user in ("trainer", "nora"):
+        describe(site, testbed, node_python, user)
+    site.write("script.py", "import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    job = PROGRAM.format(name="p", nodes=2, time="30:00", python="python3", more="").replace("_node: 2", "_node: all")
+    site.write("jobs/long.yaml", job)
+    site.write("short.py", "import os\nprint(*map(os.environ.get, ('LOCAL_WORLD_SIZE', 'GROUP_RANK', 'LOCAL_RANK')))\n")
+    site.write("jobs/short.yaml", job.replace("nodes: 2", "nodes: 3").replace("script.py", "short.py"))
+    held = site.zerun("submit", "jobs/long.yaml", "--cluster", "trainer").stdout.strip()
+
+    # Another user's run needs nodes 1 to 3: refused as a whole, also on node03 which is free, and nothing is left.
+    began = time.monotonic()
+    refused = site.zerun("submit", "jobs/short.yaml", "--cluster", "nora", code=5)
+    assert time.monotonic() - began < 60 and not refused.stdout
+    for node, slots in (("node01", "slot 0, 1, 3, 5"), ("node02", "slot 0, 1")):
+        assert (
+            f"node {node}: " in refused.stderr
+            and f"0 of {len(slots.split()) - 1} are free: {slots} held by run " in (refused.stderr)
+        ), refused.stderr
+    assert refused.stderr.count(f"run {held} of trainer since 20") == 2 and "node03" not in refused.stderr
+    assert "--wait-free" in refused.stderr
+    assert [r["run"] for r in site.json("ls")] == [held]
+    assert testbed.exec("node03", ["ls", "/scratch/nora/zerun"], user=None).stdout.split() == []
+    check = {f["name"]: f for f in site.json("cluster", "check", "nora", code=0)}
+    assert check["node01"]["facts"]["leased"] == [f"0,1,3,5 by {h}" for h in [held_by(check, "node01")]]
+    assert (
+        held_by(check, "node01").startswith(f"run {held} of trainer since 20")
+        and not check["node03"]["facts"]["leased"]
+    )
+
+    # Waiting: Ctrl-C leaves nothing, a limit is kept, and whoever waits long enough is started.
+    waiting = site.start("submit", "jobs/short.yaml", "--cluster", "nora", "--wait-free")
+    assert waiting.stderr is not None and b"waiting for node node01" in waiting.stderr.readline()
+    waiting.send_signal(signal.SIGINT)
+    waiting.communicate(timeout=20)
+    assert waiting.returncode == 130
+    late = site.zerun("submit", "jobs/short.yaml", "--cluster", "nora", "--wait-free", "1s", code=5)
+    assert "not free within 1 s" in late.stderr
+    assert [r["run"] for r in site.json("ls")] == [held]
+    waiting = site.start("submit", "jobs/short.yaml", "--cluster", "nora", "--wait-free", "--follow")
+    assert waiting.stderr is not None and b"waiting for node node01" in waiting.stderr.readline()
+    site.zerun("cancel", held, code=None)
+    out, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0, err.decode()
+    lines = site.zerun("logs", out.decode().strip()).stdout.splitlines()
+    seen = sorted(tuple(line.split("  ", 1)[1].split()) for line in lines)
+    want = [("4", "0", str(i)) for i in range(4)] + [("2", str(n), str(i)) for n in (1, 2) for i in range(2)]
+    assert seen == sorted(want)
+    assert leftovers(held) == []
+
+
+def held_by(check: dict[str, Any], node: str) -> str:
+    (told,) = check[node]["facts"]["leased"]
+    return str(told).split(" by ", 1)[1]
+
+
+@pytest.mark.full
+def test_unlike_nodes_train_and_go_on_in_another_shape(site: Site, testbed: Any, node_python: str) -> None:
+    describe(site, testbed, node_python, "trainer")
+    text = GPT.format(name="g", nodes=2, stage=3, steps=400, every=10).replace("_node: 2", "_node: all")
+    site.write("jobs/g.yaml", text.replace("global: 16", "global: 24"))
+    run = site.zerun("submit", "jobs/g.yaml", "--cluster", "trainer").stdout.strip()
+    wait_for_checkpoint(site, run, 10)
+    site.zerun("cancel", run, code=None)
+    (newest,) = [c for c in site.json("ckpt", "ls", run) if c["whole"]][-1:]
+    assert newest["ranks"] == 6 and newest["where"] == ["node01", "node02"]
+    said = site.zerun("resume", run, "--nodes", "3", "--follow", "--set", f"steps={newest['step'] + 20}")
+    assert "resumed from step" in said.stderr and "saved by 6 ranks" in said.stderr
+    assert site.json("status", run)["state"] == "done"
+    site.zerun("collect", run)
+    manifest = json.loads(max((site.run_folder(run) / "checkpoints").glob("*/manifest.json")).read_bytes())
+    assert [s["node"] for s in manifest["shards"]] == ["node01"] * 4 + ["node02"] * 2 + ["node03"] * 2
+
+
+def test_a_stranger_on_a_gpu(site: Site, testbed: Any, node_python: str) -> None:
+    describe(site, testbed, node_python, "trainer", kind="gpu")
+    site.write("script.py", "print('begun', flush=True)\n")
+    job = PROGRAM.format(name="p", nodes=3, time="30:00", python="python3", more="")
+    site.write("jobs/p.yaml", job)
+    script = (
+        "mkdir -p /scratch/bin; mount --bind /scratch/bin /usr/local/bin; setsid setpriv --reuid=nora --regid=nora "
+        "--clear-groups sleep 7919 >/dev/null 2>&1 & sleep .2; pgrep -xf 'sleep 7919'"
+    )
+    pid = testbed.exec("node02", ["bash", "-c", script], user=None).stdout.decode().strip()
+    try:
+        testbed.exec("node02", ["tee", "/scratch/bin/nvidia-smi"], user=None, stdin=SMI.replace("PID", pid).encode())
+        testbed.exec("node02", ["chmod", "755", "/scratch/bin/nvidia-smi"], user=None)
+        refused = site.zerun("submit", "jobs/p.yaml", "--cluster", "trainer", code=5)
+        told = f"GPU 1 in use by pid {pid} of nora (sleep), which has no lease"
+        assert f"node node02: 2 GPUs asked for, 1 of 2 is free: {told}" in refused.stderr, refused.stderr
+        check = {f["name"]: f for f in site.json("cluster", "check", "trainer", code=8)}
+        assert any(told in problem for problem in check["node02"]["problems"])
+        testbed.exec("node02", ["kill", pid], user=None)
+        testbed.exec(
+            "node02",
+            ["tee", "/scratch/bin/nvidia-smi"],
+            user=None,
+            stdin=SMI.split("  --query-comp")[0].encode() + b"esac\n",
+        )
+        site.zerun("submit", "jobs/p.yaml", "--cluster", "trainer", "--follow")
+    finally:
+        testbed.exec("node02", ["bash", "-c", f"kill {pid}; umount /usr/local/bin"], user=None, check=False)
