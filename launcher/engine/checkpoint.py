@@ -64,13 +64,14 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     world = engine.ranks.world
     rank = world.rank
-    entries = _entries(engine)
-    shard = shardfile.write(
-        Path(CheckpointFolder(PurePosixPath(target)).shard(rank)),
-        entries,
-        rank=rank,
-        node=about.node or socket.gethostname(),
-    )
+    shard = None
+    if engine.ranks.replica.rank == 0:  # the others hold the same
+        shard = shardfile.write(
+            Path(CheckpointFolder(PurePosixPath(target)).shard(rank)),
+            _entries(engine),
+            rank=rank,
+            node=about.node or socket.gethostname(),
+        )
     row = json.dumps({"shard": to_plain(shard), "time": time.time(), "data_state": about.data_state}).encode()
     rows = [json.loads(r) for r in gather_bytes(world, row, "checkpoint digests", engine.device)]
     if rank == 0 if about.writes_manifest is None else about.writes_manifest:
@@ -83,7 +84,7 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
             global_batch=about.global_batch,
             seed=about.seed,
             layout=engine.layout,
-            shards=tuple(from_plain(ShardFile, r["shard"]) for r in rows),
+            shards=tuple(from_plain(ShardFile, r["shard"]) for r in rows if r["shard"] is not None),
             scalars={
                 "optimizer": engine.optimizer.name,
                 "optimizer_updates": engine.optimizer.updates,
@@ -198,7 +199,7 @@ def settle(engine: ZeroEngine) -> None:
 def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
     """Reads file by file, in rising order of bytes."""
     old = manifest.layout
-    comm = engine.comm
+    comm = engine.shard
     held = [comm.rank] if engine.stage.shards_optimizer else list(range(comm.size))
     wanted: dict[int, list[tuple[str, int, Tensor]]] = {}
     for rank in held:

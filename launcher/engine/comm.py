@@ -70,6 +70,9 @@ class Comm(Protocol):
     def all_reduce(self, flat: Tensor, what: str) -> Pending:
         """The sum of every rank's ``flat`` ``(size·k,)``, in place, with the same bits on all of them."""
 
+    def library_sum(self, flat: Tensor, what: str) -> Pending:
+        """The library's own all-reduce, in place: equal on all ranks, in whatever order it adds."""
+
     def exchange(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Tensor:
         """Small all-to-all: ``send`` holds ``send_counts[i]`` elements for rank ``i``, in rank order."""
 
@@ -168,6 +171,13 @@ class _Base:
     def _part(self, flat: Tensor, index: int) -> Tensor:
         width = flat.numel() // self.size
         return flat[index * width : (index + 1) * width]
+
+    def library_sum(self, flat: Tensor, what: str) -> Pending:
+        if self.size == 1:
+            return _Waiting(self, what, [])
+        self._count(flat)
+        self._count(flat)  # a sum and a gather in one
+        return _Waiting(self, what, [(dist.all_reduce(flat, group=self.group, async_op=True), -1)])
 
     def exchange(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Tensor:
         if self.size == 1:
@@ -293,11 +303,7 @@ class NativeComm(_Base):
         return pending
 
     def all_reduce(self, flat: Tensor, what: str) -> Pending:
-        if self.size == 1:
-            return _Waiting(self, what, [])
-        self._count(flat)
-        self._count(flat)  # a sum and a gather in one
-        return _Waiting(self, what, [(dist.all_reduce(flat, group=self.group, async_op=True), -1)])
+        return self.library_sum(flat, what)
 
 
 def connect(group: dist.ProcessGroup | None = None) -> Comm:
@@ -322,6 +328,9 @@ class Alone:
             out.add_(flat)
         else:
             sum_rows([flat], out)
+        return _Done()
+
+    def library_sum(self, flat: Tensor, what: str) -> Pending:
         return _Done()
 
     def all_reduce(self, flat: Tensor, what: str) -> Pending:

@@ -45,6 +45,7 @@ class EngineConfig:
         if self.zero.bucket_bytes < 1:
             raise UsageError(f"zero.bucket is {self.zero.bucket_bytes} bytes; at least one is needed")
         _check_gathering(self.zero)
+        _check_sums(self)
         if isinstance(self.recompute, str) and self.recompute not in ("none", "block"):
             raise UsageError(f"recompute is {self.recompute!r}; accepted are none, block and numbers of blocks")
         if self.activations not in ("whole", "partitioned", "host"):
@@ -100,6 +101,20 @@ def _check_gathering(zero: Zero) -> None:
     rule = zero.unit
     if rule is not None and sum(map(bool, (rule.classes, rule.names, rule.size_bytes))) != 1:
         raise UsageError(f"zero.unit is {rule}; exactly one of classes, names and size_bytes is needed, above 0")
+
+
+def _check_sums(config: EngineConfig) -> None:
+    """How gradients are summed: over which ranks, by whom."""
+    zero = config.zero
+    if zero.replicas < 1:
+        raise UsageError(f"zero.replicas is {zero.replicas}; at least 1 is needed")
+    if zero.reduce_with not in ("ordered", "native"):
+        raise UsageError(f"zero.reduce_with is {zero.reduce_with!r}; accepted are ordered and native")
+    if zero.reduce_with == "native" and (zero.stage or zero.replicas > 1 or config.reduces_every_micro_step):
+        raise UsageError(
+            "zero.reduce_with: native is the library's all-reduce of whole gradients over all ranks",
+            hint="it goes with stage 0 alone, without replicas, and with reduce_every: step",
+        )
 
 
 ConfigLike = Union[EngineConfig, TrainConfig, Mapping[str, Any]]

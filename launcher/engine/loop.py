@@ -57,7 +57,7 @@ class Trainer:
         self.first_steps = FirstSteps(place.device)
         self.batches: Batches = make_batches(config, self.run_dir)
         self.loss: Loss = make_loss(config)
-        ranks = Ranks.connect(config.tensor, timeout_s=place.timeout_s)
+        ranks = Ranks.connect(config.tensor, replicas=config.zero.replicas, timeout_s=place.timeout_s)
         self.policy: Policy = wrap(lambda: make_model(config, ranks.tensor), config, place.device, ranks)
         self.world = ranks.world
         self.comm = self.policy.comm
@@ -224,16 +224,21 @@ class Trainer:
 
 
 def traffic_of(ranks: Ranks) -> dict[str, Any]:
-    """What was communicated so far, under the names of the metrics; a tensor group's is told apart."""
-    data, tensor = ranks.data.traffic, ranks.tensor.traffic
-    found = {
-        "exposed_wait_s": data.waited_s + tensor.waited_s,
-        "volume_elements": data.volume_elements,
-        "sent_bytes": data.sent_bytes,
-    }
+    """What was communicated so far, under the names of the metrics: by the ranks that a unit is partitioned over; a
+    tensor group's, and that between replicas, are told apart."""
+    shard, others = ranks.shard.traffic, {}
     if ranks.degree > 1:
-        found["tensor_volume_elements"] = tensor.volume_elements
-        found["tensor_sent_bytes"] = tensor.sent_bytes
+        others["tensor"] = ranks.tensor.traffic
+    if ranks.replica.size > 1:
+        others["replica"] = ranks.replica.traffic
+    found = {
+        "exposed_wait_s": shard.waited_s + sum(t.waited_s for t in others.values()),
+        "volume_elements": shard.volume_elements,
+        "sent_bytes": shard.sent_bytes,
+    }
+    for name, traffic in others.items():
+        found[f"{name}_volume_elements"] = traffic.volume_elements
+        found[f"{name}_sent_bytes"] = traffic.sent_bytes
     return found
 
 

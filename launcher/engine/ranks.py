@@ -1,13 +1,15 @@
 """Which ranks this one works with: its tensor group, its data-parallel group, and all of them.
 
 With tensor degree T the ranks r·T … r·T + T − 1 hold the pieces of the same layers (``contract.topology``);
-ZeRO partitions each piece over the ranks that hold the same one. Every rank makes every group, in one order.
+ZeRO partitions each piece over the ranks that hold the same one: the data-parallel group, or the part of it that
+forms a replica. Every rank makes every group, in one order.
 """
 
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -18,43 +20,75 @@ from .comm import Alone, Comm, connect
 
 @dataclass(frozen=True)
 class Ranks:
-    """``world`` agrees on what all must agree on; ``data`` is ZeRO's; ``tensor`` holds pieces of the same layers."""
+    """``world`` agrees on what all must agree on; ``data`` trains on other samples; ``tensor`` holds pieces of the same
+    layers. ZeRO partitions over ``shard``: ``data``, or one replica's part of it; ``replica`` then holds the same
+    shard, a rank of each replica."""
 
     world: Comm
     data: Comm
     tensor: Comm
+    own_shard: Comm | None = None  # left out: data
+    replica: Comm = field(default_factory=Alone)
+
+    @property
+    def shard(self) -> Comm:
+        return self.own_shard or self.data
 
     @property
     def degree(self) -> int:
         return self.tensor.size
 
     @classmethod
-    def connect(cls, tensor: int = 1, *, timeout_s: float | None = None) -> Ranks:
+    def connect(cls, tensor: int = 1, *, replicas: int = 1, timeout_s: float | None = None) -> Ranks:
         """The groups of the default process group (of one rank alone where there is none).
 
-        Raises :class:`UsageError` where ``tensor`` does not divide the world size.
+        Raises :class:`UsageError` where ``tensor`` does not divide the world size, or ``replicas`` what is left of it.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            if tensor != 1:
-                raise UsageError(f"parallel.tensor: {tensor} needs as many ranks; there is one")
+            for name, wanted in (("parallel.tensor", tensor), ("zero.replicas", replicas)):
+                if wanted != 1:
+                    raise UsageError(f"{name}: {wanted} needs as many ranks; there is one")
             alone = Alone()
             return cls(alone, alone, Alone())
         world = connect()
-        if tensor == 1:
-            return cls(world, world, Alone())
-        try:
-            topology = Topology((world.size,), tensor)
-        except ValueError as error:
-            raise UsageError(f"parallel.tensor: {error}") from error
+        topology = checked_topology((world.size,), tensor, replicas)
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-        firsts = range(0, world.size, tensor)
-        # use_local_synchronization would spare the others the call, and cost a deadlock where orders differ.
-        tensors = {first: dist.new_group(list(topology.tensor_group(first)), timeout=timeout) for first in firsts}
-        datas = [dist.new_group(list(topology.data_group(t)), timeout=timeout) for t in range(tensor)]
-        mine = topology.tensor_group(world.rank)[0]
-        return cls(world, connect(datas[topology.tensor_rank(world.rank)]), connect(tensors[mine]))
+
+        def group(of: Callable[[int], range]) -> Comm:
+            """Every rank makes every such group; use_local_synchronization would spare the others the call, and cost
+            a deadlock where orders differ."""
+            made = {}
+            for rank in range(world.size):
+                members = of(rank)
+                if members[0] == rank:
+                    made[rank] = dist.new_group(list(members), timeout=timeout)
+            return connect(made[of(world.rank)[0]])
+
+        own_tensor = group(topology.tensor_group) if tensor > 1 else Alone()
+        data = group(topology.data_group) if tensor > 1 else world
+        if replicas == 1:
+            return cls(world, data, own_tensor)
+        return cls(world, data, own_tensor, group(topology.shard_group), group(topology.replica_group))
 
     @classmethod
     def of_data(cls, comm: Comm) -> Ranks:
         """One way to communicate for everything: no tensor parallelism."""
         return cls(comm, comm, Alone())
+
+
+def checked_topology(slots: Sequence[int], tensor: int, replicas: int) -> Topology:
+    """Raises :class:`UsageError` naming the key that does not go with the number of ranks."""
+    try:
+        Topology(tuple(slots), tensor)
+    except ValueError as error:
+        raise UsageError(f"parallel.tensor: {error}") from error
+    try:
+        topology = Topology(tuple(slots), tensor, replicas)
+    except ValueError as error:
+        raise UsageError(f"zero.replicas: {error}") from error
+    if replicas > 1 and topology.shard_ranks == 1:
+        raise UsageError(
+            f"zero.replicas: {replicas} leaves one data-parallel rank to each: there is nothing to partition over",
+            hint="zero.stage: 0 copies everything to every rank",
+        )
+    return topology

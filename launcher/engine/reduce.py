@@ -10,6 +10,11 @@ Two ways, by ``reduce_every``:
 - ``micro_step``: the place is a bucket taken from a pool and given back once it is summed, in every
   micro-step; only the shard accumulates (stages 2 and 3 by default).
 
+At stage 0 ``native`` takes the library's all-reduce of those slices instead, where bits need not be a stage's own.
+
+With replicas the sum over a replica's ranks is one more rank's part: in the last micro-step it is summed over the ranks
+that hold the same part, one in each replica, rank by rank and in place.
+
 Buckets are summed in one fixed order on every rank (the reverse of the partition's), whatever order
 autograd happens to take: otherwise ranks would answer each other's messages crosswise.
 """
@@ -24,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .comm import Comm, Pending
+from .comm import Alone, Comm, Pending
 from .flat import FlatUnit
 
 IN_FLIGHT = 2
@@ -56,8 +61,8 @@ class _Bucket:
 class _Flight:
     pending: Pending
     bucket: _Bucket
-    scratch: Tensor
-    buffer: Tensor | None
+    scratch: Tensor | None
+    buffer: Tensor | None = None
 
 
 @dataclass
@@ -78,12 +83,25 @@ class _Pool:
 
 
 class GradientFlow:
-    """Takes gradients, sums them over ranks, leaves the sums in the units' ``gradient``."""
+    """Takes gradients, sums them over ranks, leaves the sums in the units' ``gradient``.
 
-    def __init__(self, units: Sequence[FlatUnit], comm: Comm, *, every_micro_step: bool) -> None:
+    ``comm`` are the ranks that a unit is partitioned over, ``replica`` those that hold the same shard.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        comm: Comm,
+        *,
+        every_micro_step: bool,
+        replica: Comm | None = None,
+        native: bool = False,
+    ) -> None:
         self.units = units
         self.comm = comm
+        self.replica = replica or Alone()
         self.every_micro_step = every_micro_step
+        self.native = native and comm.size > 1
         self.touched: set[tuple[int, int]] = set()  # (unit, parameter) that had a gradient in this step
         self._arrived: set[tuple[int, int]] = set()  # … in this micro-step
         self._first = self._last = True
@@ -94,9 +112,13 @@ class GradientFlow:
         self._order = [b for row in reversed(self._buckets) for b in reversed(row)]
         self._next = 0
         self._flights: deque[_Flight] = deque()
+        self._crossings: deque[_Flight] = deque()
         self._gathers: list[Pending] = []
-        self._buffers = self._pools(1 if every_micro_step else 0)
-        self._scratch = self._pools(1)
+        whole = [(self._wire(b), b.stop - b.start) for b in self._order] if comm.size > 1 and not self.native else []
+        shares = [(self._sum(b), (b.stop - b.start) // comm.size) for b in self._order if self.replica.size > 1]
+        self._buffers = self._pools(whole if every_micro_step else [])
+        self._scratch = self._pools(whole)
+        self._shares = self._pools(shares)
 
     def _plan(self, number: int, flat: FlatUnit) -> None:
         unit = flat.unit
@@ -120,14 +142,12 @@ class GradientFlow:
             rows.append(row)
         self._segments.append(rows)
 
-    def _pools(self, count: int) -> dict[torch.dtype, _Pool]:
+    def _pools(self, kinds: Sequence[tuple[torch.dtype, int]]) -> dict[torch.dtype, _Pool]:
+        """``IN_FLIGHT`` buffers of each dtype, as long as the longest of (dtype, elements)."""
         pools: dict[torch.dtype, _Pool] = {}
-        if not count or self.comm.size == 1:
-            return pools
-        for bucket in self._order:
-            dtype, device = self._wire(bucket), self.units[bucket.unit].full.device
-            pool = pools.setdefault(dtype, _Pool(0, dtype, device))
-            pool.numel = max(pool.numel, bucket.stop - bucket.start)
+        for dtype, numel in kinds:
+            pool = pools.setdefault(dtype, _Pool(0, dtype, self.units[0].full.device))
+            pool.numel = max(pool.numel, numel)
         for pool in pools.values():
             pool.made = [torch.empty(pool.numel, dtype=pool.dtype, device=pool.device) for _ in range(IN_FLIGHT)]
             pool.free = list(pool.made)
@@ -135,13 +155,18 @@ class GradientFlow:
 
     def _wire(self, bucket: _Bucket) -> torch.dtype:
         """The dtype of the messages: the working one for passing buckets, the accumulated one for slices."""
-        flat = self.units[bucket.unit]
-        assert flat.gradient is not None
-        return flat.full.dtype if self.every_micro_step else flat.gradient.dtype
+        return self.units[bucket.unit].full.dtype if self.every_micro_step else self._sum(bucket)
+
+    def _sum(self, bucket: _Bucket) -> torch.dtype:
+        """The dtype of the accumulated gradient."""
+        gradient = self.units[bucket.unit].gradient
+        assert gradient is not None
+        return gradient.dtype
 
     def storages(self) -> list[Tensor]:
         """Every buffer that this object keeps."""
-        return [t for pools in (self._buffers, self._scratch) for pool in pools.values() for t in pool.made]
+        kinds = (self._buffers, self._scratch, self._shares)
+        return [t for pools in kinds for pool in pools.values() for t in pool.made]
 
     # --- a micro-step --------------------------------------------------------------------------------
 
@@ -206,6 +231,8 @@ class GradientFlow:
         self._advance()
         while self._flights:
             self._land()
+        while self._crossings:
+            self._cross_back()
         for pending in self._gathers:
             pending.wait()
         self._gathers = []
@@ -253,12 +280,15 @@ class GradientFlow:
             payload = flat.gradient[bucket.start : bucket.stop]
         if bucket.numel < width:
             payload[bucket.numel :].zero_()
+        what = f"sum of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
+        if self.native:
+            self._flights.append(_Flight(self.comm.library_sum(payload, what), bucket, None))
+            return
         pool = self._scratch[payload.dtype]
         if not pool.free:
             self._land()
         scratch = pool.take()
         add = self.every_micro_step and not self._first
-        what = f"sum of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
         pending = self.comm.reduce(payload, out, _first(scratch, width), what, add=add)
         self._flights.append(_Flight(pending, bucket, scratch, bucket.buffer))
         bucket.buffer = None
@@ -267,14 +297,50 @@ class GradientFlow:
         """Waits for the oldest sum under way and takes its buffers back."""
         flight = self._flights.popleft()
         flight.pending.wait()
-        flat = self.units[flight.bucket.unit]
-        self._scratch[flight.scratch.dtype].free.append(flight.scratch)
+        if flight.scratch is not None:
+            self._scratch[flight.scratch.dtype].free.append(flight.scratch)
         if flight.buffer is not None:
             self._buffers[flight.buffer.dtype].free.append(flight.buffer)
-        if self._last and not flat.stage.shards_optimizer:
+        if not self._last or self.native:
+            return
+        if self.replica.size > 1:
+            self._cross(flight.bucket)
+        else:
+            self._spread(flight.bucket)
+
+    def _cross(self, bucket: _Bucket) -> None:
+        """Starts to sum this rank's part of a bucket over replicas, each of which sums a part of that."""
+        flat = self.units[bucket.unit]
+        part = flat.gradient_of_part(bucket.index)
+        pool = self._shares[part.dtype]
+        if not pool.free:
+            self._cross_back()
+        scratch, width = pool.take(), part.numel() // self.replica.size
+        out = part[self.replica.rank * width : (self.replica.rank + 1) * width]
+        what = f"sum over replicas of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
+        pending = self.replica.reduce(part, out, _first(scratch, part.numel()), what)
+        self._crossings.append(_Flight(pending, bucket, scratch))
+
+    def _cross_back(self) -> None:
+        """Waits for the oldest sum over replicas, and starts to gather its parts from them."""
+        crossing = self._crossings.popleft()
+        crossing.pending.wait()
+        assert crossing.scratch is not None
+        self._shares[crossing.scratch.dtype].free.append(crossing.scratch)
+        flat = self.units[crossing.bucket.unit]
+        what = f"gather over replicas of the gradients of unit {flat.unit.name}, bucket {crossing.bucket.index}"
+        self._gathers.append(self.replica.gather(flat.gradient_of_part(crossing.bucket.index), what))
+        if not flat.stage.shards_optimizer:
+            self._gathers[-1].wait()
+            self._spread(crossing.bucket)
+
+    def _spread(self, bucket: _Bucket) -> None:
+        """At stage 0 every rank needs every sum."""
+        flat = self.units[bucket.unit]
+        if not flat.stage.shards_optimizer:
             assert flat.gradient is not None
-            what = f"gather of the gradients of unit {flat.unit.name}, bucket {flight.bucket.index}"
-            self._gathers.append(self.comm.gather(flat.gradient[flight.bucket.start : flight.bucket.stop], what))
+            what = f"gather of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
+            self._gathers.append(self.comm.gather(flat.gradient[bucket.start : bucket.stop], what))
 
 
 def _first(buffer: Tensor, count: int) -> Tensor:

@@ -116,7 +116,7 @@ def simulate(request: SimulationRequest) -> Simulation:
 def _simulate(request: SimulationRequest) -> Simulation:
     started = time.perf_counter()
     config = replace(request.train, evaluate=None, checkpoint=Checkpointing())
-    topology = Topology(request.slots, config.tensor)
+    topology = Topology(request.slots, config.tensor, config.zero.replicas)
     world = topology.world_size
     if not 0 <= request.rank < world:
         raise UsageError(f"rank {request.rank} is not in a world of {world}", hint=f"ranks are 0 to {world - 1}")
@@ -151,8 +151,8 @@ def _simulate(request: SimulationRequest) -> Simulation:
         timeline=Timeline(CATEGORIES, tuple(recorded.points), _marks(recorded)),
         parameters=sum(p.numel for p in engine.layout.by_name.values()),
         state_bytes={kind: memory[kind] for kind in ("parameters", "gradients", "optimizer")},
-        volume_elements=sent["volume_elements"] + sent.get("tensor_volume_elements", 0),
-        sent_bytes=sent["sent_bytes"] + sent.get("tensor_sent_bytes", 0),
+        volume_elements=sum(count for name, count in sent.items() if name.endswith("volume_elements")),
+        sent_bytes=sum(count for name, count in sent.items() if name.endswith("sent_bytes")),
         collectives="none" if world == 1 else "peer" if isinstance(ranks.world, PeerComm) else "native",
         torch=torch.__version__,
         took_s=time.perf_counter() - started,
@@ -184,10 +184,16 @@ def _connect(rank: int, topology: Topology, device_kind: str) -> Ranks:
     nothing.join(rank, topology.world_size)
     make: Callable[..., Comm] = PeerComm if device_kind == "cpu" else NativeComm
     world = make()
-    if topology.tensor == 1:
-        return Ranks(world, world, Alone())
-    data, tensor = (dist.new_group(list(members(rank))) for members in (topology.data_group, topology.tensor_group))
-    return Ranks(world, make(data), make(tensor))
+
+    def group(members: range) -> Comm:
+        if len(members) == 1:
+            return Alone()
+        return world if len(members) == world.size else make(dist.new_group(list(members)))
+
+    data, tensor = group(topology.data_group(rank)), group(topology.tensor_group(rank))
+    if topology.replicas == 1:
+        return Ranks(world, data, tensor)
+    return Ranks(world, data, tensor, group(topology.shard_group(rank)), group(topology.replica_group(rank)))
 
 
 def _rehearse(config: TrainConfig, model: nn.Module, ranks: Ranks, ledger: Ledger, sample: Any) -> Rehearsal:

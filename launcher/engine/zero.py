@@ -69,7 +69,7 @@ class ZeroEngine:
     their own (``engine.groups``): ``[{"match": ["*.bias"], "weight_decay": 0.0, "lr": 1e-4}]``. ``lr`` may be set
     before any step; where it is x times the config's, every group trains at x times its own.
     ``comm`` replaces the way to communicate, for tests. ``ranks`` names the groups of a tensor-parallel
-    model, whose layers were built with ``ranks.tensor``: ZeRO partitions over ``ranks.data``. ``optimizer``, an
+    model, whose layers were built with ``ranks.tensor``: ZeRO partitions over ``ranks.shard``. ``optimizer``, an
     element-wise class of ``torch.optim`` or a function of parameter groups, takes the place of the config's
     (``engine.elementwise``), of which clipping then remains, and ``lr`` and ``weight_decay`` for a class. The model's
     parameters become views of flat buffers and must not be replaced; their ``.grad`` stays None.
@@ -88,15 +88,21 @@ class ZeroEngine:
     ) -> None:
         self.config = EngineConfig.of(config)
         chosen = Chosen(self.config.optimizer, optimizer)
-        self.ranks = ranks or (Ranks.of_data(comm) if comm is not None else Ranks.connect())
+        replicas = self.config.zero.replicas
+        self.ranks = ranks or (Ranks.of_data(comm) if comm is not None else Ranks.connect(replicas=replicas))
         if isinstance(config, TrainConfig) and config.tensor != self.ranks.degree:
             raise UsageError(
                 f"parallel.tensor is {config.tensor}, but the ranks were connected at degree {self.ranks.degree}",
                 hint="Ranks.connect(tensor) makes the groups; build the model with ranks.tensor, give ranks here",
             )
-        self.comm = self.ranks.data
+        if replicas != self.ranks.replica.size:
+            raise UsageError(
+                f"zero.replicas is {replicas}, but the ranks were connected for {self.ranks.replica.size}",
+                hint="Ranks.connect(tensor, replicas=…) makes the groups",
+            )
+        self.comm, self.shard = self.ranks.data, self.ranks.shard
         # On one rank nothing is partitioned, whatever the stage: the whole is the shard.
-        alone = self.comm.size == 1
+        alone = self.shard.size == 1
         self.stage = STAGES[0 if alone else self.config.zero.stage]
         self._every_micro_step = self.config.reduces_every_micro_step and not alone
         self.lr = chosen.lr
@@ -111,8 +117,14 @@ class ZeroEngine:
         for flat in self.units:
             flat.make_moments(len(chosen.moments))
         self.optimizer = chosen.on([r for u in self.units for r in u.runs()], described.groups)
-        self.flow = GradientFlow(self.units, self.comm, every_micro_step=self._every_micro_step)
-        self.norm = NormPlan(self.units, self.comm, self.ranks.tensor)
+        self.flow = GradientFlow(
+            self.units,
+            self.shard,
+            every_micro_step=self._every_micro_step,
+            replica=self.ranks.replica,
+            native=self.config.zero.reduce_with == "native",
+        )
+        self.norm = NormPlan(self.units, self.shard, self.ranks.tensor)
         self.loss_scale = LossScale.of(self.config.precision)
         self.micro_step = 0
         self._hooks = [
@@ -157,7 +169,8 @@ class ZeroEngine:
         zero = self.config.zero
         described = describe(
             model,
-            ranks=self.comm.size,
+            ranks=self.shard.size,
+            replicas=self.ranks.replica.size,
             bucket_bytes=zero.bucket_bytes,
             groups=groups,
             lr=self.lr,
@@ -181,7 +194,7 @@ class ZeroEngine:
                 unit,
                 tensors,
                 self.stage,
-                self.comm,
+                self.shard,
                 whole_gradient=not (self.stage.shards_gradients and self._every_micro_step),
                 gradient_dtype=gradient_dtype(self.config.zero.gradient_dtype, self.config.precision),
                 recording=recording,

@@ -44,7 +44,7 @@ def check_zero(job: Job, nodes: Sequence[Node], tensor: int) -> list[Reason]:
         message = f"{said} does not divide {data_parallel} data-parallel ranks"
         found.append(Reason("zero", message, f"zero.replicas: {' or '.join(map(str, even)) or 1}"))
     elif zero.replicas > 1 and data_parallel == zero.replicas:
-        message = f"{said} leaves one data-parallel rank to each replica: there is nothing to partition over"
+        message = f"{said} leaves one data-parallel rank to each: there is nothing to partition over"
         found.append(Reason("zero", message, "zero.stage: 0 copies everything to every rank"))
     if zero.reduce_with == "native" and (zero.stage or zero.replicas > 1):
         found.append(Reason("zero", "zero.reduce_with: native goes with stage 0 alone, and without replicas"))
