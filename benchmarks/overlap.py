@@ -1,0 +1,154 @@
+"""One step of the engine, as a trace: what each rank computed, sent and waited for, and when.
+
+``overlap.py --stage 3 --out step.json`` writes a file that https://ui.perfetto.dev opens, ``--svg FILE`` draws it, and
+the table says how much of the time that messages were under way was stood still for. Nothing here is a target: the
+figures are those of the machine it runs on, and what must hold whatever the machine is tested from the same trace
+(``tests/engine/test_engine_trace.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import html
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import measuring
+import policies
+import torch
+import torch.distributed as dist
+
+from launcher.engine.comm import connect
+from launcher.engine.trace import COMPUTE, GATHER, REDUCE, WAIT, Span, Trace
+from launcher.engine.zero import ZeroEngine
+
+WARM_UPS = 3
+LANES = ((COMPUTE, "#4c72b0"), (GATHER, "#55a868"), (REDUCE, "#dd8452"), (WAIT, "#c44e52"))
+WIDTH, LEFT, ROW, GAP = 1000, 110, 11, 6
+
+
+def trace(world: int, stage: int, size: str, out: Path) -> list[list[Span]]:
+    """The spans of one step of every rank, in rank order; ``out`` holds them in Chrome's format."""
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch", "torch.distributed", "policies", "launcher.engine.zero"])
+    with tempfile.TemporaryDirectory() as folder:
+        kept = str(Path(folder, "spans"))
+        place = (world, str(Path(folder, "store")))
+        ranks = [server.Process(target=_rank, args=(r, place, (stage, size), str(out), kept)) for r in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit("a rank failed; its traceback stands above")
+        return [[Span(*row) for row in rows] for rows in json.loads(Path(kept).read_text())]
+
+
+def _rank(rank: int, place: tuple[int, str], what: tuple[int, str], out: str, kept: str) -> None:
+    (world, store), (stage, size) = place, what
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    seen = Trace()
+    optimizer = {"lr": policies.LR, "betas": policies.BETAS, "eps": policies.EPS, "clip": policies.CLIP}
+    config = {"zero": {"stage": stage, "bucket_bytes": policies.BUCKET_BYTES}, "optimizer": optimizer}
+    engine = ZeroEngine(policies.make_model(size), config, comm=seen.of(connect()))
+    seen.watch(engine)
+    for number in range(WARM_UPS + 1):
+        tokens = policies.batch(size, number, rank)
+        dist.barrier()
+        if number < WARM_UPS:
+            _step(engine, seen, tokens)
+            continue
+        with seen.recording():
+            _step(engine, seen, tokens)
+    spans = seen.write(out, engine.comm)
+    if rank == 0:
+        Path(kept).write_text(json.dumps(spans))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # no destructor that waits for the others
+
+
+def _step(engine: ZeroEngine, seen: Trace, tokens: torch.Tensor) -> None:
+    engine.backward(engine.model(tokens[:, :-1], tokens[:, 1:]))
+    with seen.span("step"):
+        engine.step()
+
+
+# --- telling -----------------------------------------------------------------------------------------------
+
+
+def covered(spans: Iterable[Span]) -> int:
+    """Nanoseconds in which at least one of ``spans`` lasts."""
+    total = end = 0
+    for span in sorted(spans, key=lambda s: s.begin):
+        total += max(0, span.end - max(span.begin, end))
+        end = max(end, span.end)
+    return total
+
+
+def table(ranks: Sequence[Sequence[Span]]) -> str:
+    heads = ("rank", "step", "messages under way", "waited for them", "waited in all", "of messages hidden")
+    rows = [heads]
+    for rank, spans in enumerate(ranks):
+        whole = max(s.end for s in spans) - min(s.begin for s in spans)
+        messages = [s for s in spans if s.kind in (GATHER, REDUCE)]
+        names = {s.what for s in messages}
+        exposed = covered(s for s in spans if s.kind == WAIT and s.what in names)
+        waited, under_way = covered(s for s in spans if s.kind == WAIT), covered(messages)
+        hidden = f"{100 * (1 - exposed / under_way):.0f} %" if under_way else "–"
+        rows.append((str(rank), *(f"{n / 1e6:.1f} ms" for n in (whole, under_way, exposed, waited)), hidden))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def picture(spans: Sequence[Span], caption: str) -> str:
+    """Rank's step as lanes of bars, a kind below the other; overlapping messages in rows of their own."""
+    first, last = min(s.begin for s in spans), max(s.end for s in spans)
+    scale = (WIDTH - LEFT - 10) / (last - first)
+    shapes, y = [], 24
+    for kind, colour in LANES:
+        rows: list[int] = []
+        top = y
+        for span in sorted((s for s in spans if s.kind == kind), key=lambda s: s.begin):
+            row = next((i for i, end in enumerate(rows) if end <= span.begin), len(rows))
+            rows[row:] = [span.end, *rows[row + 1 :]]
+            x, width = LEFT + (span.begin - first) * scale, max(0.6, (span.end - span.begin) * scale)
+            name = html.escape(f"{span.what}: {(span.end - span.begin) / 1e6:.2f} ms")
+            place = f'x="{x:.1f}" y="{top + row * ROW}" width="{width:.1f}" height="{ROW - 2}"'
+            shapes.append(f'<rect {place} fill="{colour}"><title>{name}</title></rect>')
+        shapes.append(f'<text x="4" y="{top + 9}" font-size="11">{kind}</text>')
+        y = top + max(1, len(rows)) * ROW + GAP
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" font-family="sans-serif">'
+    title = f'<text x="4" y="14" font-size="12">{html.escape(caption)}</text>'
+    back = f'<rect width="{WIDTH}" height="{y}" fill="white"/>'
+    return "\n".join([head, back, title, *shapes, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="overlap.py", description=__doc__)
+    parser.add_argument("--world", type=int, default=2, help="ranks, one thread each (default 2)")
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default 3)")
+    parser.add_argument("--parameters", choices=policies.SIZES, default="11M", help="size of the model (default 11M)")
+    parser.add_argument("--out", type=Path, default=Path("step-trace.json"), help="default step-trace.json")
+    parser.add_argument("--svg", type=Path, help="draw rank 0's step")
+    given = parser.parse_args()
+    ranks = trace(given.world, given.stage, given.parameters, given.out)
+    load = os.getloadavg()[0]
+    busy = f"load {load:.1f}" + (", a busy machine" if load >= measuring.QUIET_LOAD else "")
+    caption = f"stage {given.stage}, {given.world} ranks, {given.parameters} parameters, rank 0's step; {busy}"
+    print(f"{table(ranks)}\n{caption}\n{given.out}: open it in https://ui.perfetto.dev")
+    if given.svg:
+        given.svg.write_text(picture(ranks[0], caption), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
