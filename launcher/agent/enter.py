@@ -7,8 +7,9 @@ import os
 import sys
 from typing import List, Tuple
 
-from ..contract.errors import UsageError
+from ..contract.errors import Exit, UsageError
 from ..contract.records import Announcement
+from . import reach
 from .attempt import find_place, load
 from .notes import Ready
 from .supervise import Agent, Options
@@ -32,6 +33,8 @@ def run(argv: List[str]) -> int:
         sys.stderr.write(f"{problem.message}\n")
         Ready(given.ready_fd).say(True, failed=problem.message)
         return int(problem.exit_code)
+    if spec.reach and not reach.among(spec, node_rank, node):
+        return int(Exit.PARTIAL)
     meeting = None
     if given.rendezvous and given.control:
         meeting = Announcement(given.rendezvous[0], given.rendezvous[1], given.control[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import json
 import sys
 from typing import Any, Dict, List, Optional
@@ -25,6 +26,8 @@ _JSON_VERBS = {
     "digest": ".digest",
     "probe": ".probe",
     "expand": ".expand",
+    "reach": ".reach",
+    "reached": ".reach",
     "slots": ".leases",
 }
 
@@ -44,6 +47,10 @@ def main(argv: Optional[List[str]] = None) -> int:
             return int(importlib.import_module(".claim", __package__).run(rest))
         if verb == "tail":
             return int(importlib.import_module(".tail", __package__).stream(_request(), sys.stdout.buffer))
+        if verb == "listen":
+            return int(importlib.import_module(".reach", __package__).listen(_request(), sys.stdout.buffer))
+        if verb == "allreduce":
+            return _allreduce()
         if verb not in _JSON_VERBS:
             known = ", ".join(["agent", "claim", "convert", "engine", "simulate", "tail", *_JSON_VERBS])
             raise UsageError(f"unknown verb {verb!r}", hint=f"one of {known}")
@@ -62,6 +69,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     except (ValueError, KeyError, TypeError) as problem:
         _reply({"error": f"{verb}: {type(problem).__name__}: {problem}", "hint": None})
         return 1
+
+
+def _allreduce() -> int:
+    if importlib.util.find_spec("torch") is None:
+        _reply({"skipped": f"{sys.executable} has no torch"})
+        return 0
+    return int(importlib.import_module("..engine.allreduce", __package__).main())
 
 
 def _with_torch(module: str, verb: str) -> Any:

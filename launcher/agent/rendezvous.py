@@ -51,9 +51,9 @@ def open_meeting(spec: LaunchSpec, name: str, address: str) -> Meeting:
     host = own if own.startswith("127.") else ""
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     ports = candidates(spec.run, spec.attempt, spec.ports, ephemeral_range())
-    ranks = _listen(family, host, ports)
+    ranks = listen_at(family, host, ports)
     try:
-        control = _listen(family, host, ports)
+        control = listen_at(family, host, ports)
     except ZerunError:
         ranks.close()
         raise
@@ -83,7 +83,8 @@ def ephemeral_range() -> Tuple[int, int]:
         return _EPHEMERAL
 
 
-def _listen(family: int, host: str, ports: Iterator[int]) -> socket.socket:
+def listen_at(family: int, host: str, ports: Iterator[int]) -> socket.socket:
+    """The first of ``ports`` that can be had, listening."""
     refused = "no candidate was left"
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)

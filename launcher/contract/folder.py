@@ -54,6 +54,11 @@ class AttemptFolder:
         return self.root / "rendezvous.json"
 
     @property
+    def reach(self) -> PurePosixPath:
+        """Which node reaches which: the board of ``cluster check --job`` under Slurm (agent.reach)."""
+        return self.root / "reach"
+
+    @property
     def outcome(self) -> PurePosixPath:
         """The engine's own last word (contract.records.Outcome), written by rank 0."""
         return self.root / "outcome.json"

@@ -67,6 +67,7 @@ class LaunchSpec:
     stop_signal: str = "USR2"
     resume_step: Optional[int] = None
     stage: Tuple[DataFile, ...] = ()  # copied to node_local, once a node, before the ranks start
+    reach: bool = False  # `cluster check --job` under Slurm: all pairs of nodes try each other before ranks start
     job_id: Optional[str] = None  # Slurm's, filled in when the script claims the attempt
     restart_count: int = 0
     node_local: Optional[str] = None  # a folder of each node's own disk, not expanded: agent.expand does, after setup
