@@ -1,4 +1,4 @@
-"""A job's token files: looked at before it queues, staged to a node's own disk, pushed to nodes without a shared one."""
+"""A job's token files: looked at before it queues, staged to a node's own disk, pushed to nodes that keep their own."""
 
 from __future__ import annotations
 
@@ -78,3 +78,37 @@ def test_relative_data_travel_and_odd_sizes_are_refused(laptop: Site) -> None:
     assert "has 3 bytes; a vocabulary of 300 takes 2 for each token" in odd
     staged = laptop.zerun("submit", "jobs/b.yaml", "--cluster", "here", "--set", "data.stage_to=node_local", code=2)
     assert "has no paths.node_local to stage to" in staged.stderr
+
+
+def test_a_dataset_is_pushed_to_every_node_and_proven_there(rack: Site, testbed: Any) -> None:
+    folder = "/scratch/trainer/sets/pile"
+    table = f"datasets: {{pile: {{train: {folder}/train.bin, heldout: {folder}/held/heldout.bin}}}}\n"
+    cluster = rack.folder / "clusters" / "rack.yaml"
+    cluster.write_text(cluster.read_text() + table)
+    write_tokens(rack.folder / "data" / "pile")
+    told = rack.zerun("data", "push", "pile", "--cluster", "rack")
+    assert "pile: 2 files, 47.9 KiB; 191.4 KiB go to node01, node02, node03, node04" in told.stderr
+    assert "pile is right on node01, node02, node03, node04; moved to node01, node02" in told.stdout
+    right = (rack.folder / "data" / "pile" / "heldout.bin").read_bytes()
+    for node in testbed.nodes:
+        assert testbed.exec(node, ["cat", f"{folder}/held/heldout.bin"]).stdout == right
+    # One byte is wrong, size and time are not: found, and only that node is served again.
+    flip = f"f=open('{folder}/train.bin','r+b'); f.write(b'X'); import os; s=os.stat(f.fileno()); f.close(); "
+    damage = flip + f"os.utime('{folder}/train.bin', ns=(s.st_mtime_ns, s.st_mtime_ns + 1))"
+    testbed.exec("node03", ["python3", "-c", damage])
+    rack.write("jobs/d.yaml", dataset_job("d", "{dataset: pile}", nodes=4))
+    refused = rack.zerun("submit", "jobs/d.yaml", "--cluster", "rack", code=2).stderr
+    assert "train.bin is not the same file on every node" in refused and "on node03" in refused
+    again = rack.json("data", "push", "pile", "--cluster", "rack")
+    assert again["moved"] == ["node03"] and len(again["nodes"]) == 4
+    # A node that cannot take it is named, and the others have it all the same.
+    testbed.exec("node02", ["rm", "-rf", "/scratch/trainer/sets"])
+    testbed.exec("node02", ["install", "-d", "-m", "555", "/scratch/trainer/sets"])
+    testbed.exec("node04", ["rm", f"{folder}/train.bin"])
+    part = rack.zerun("data", "push", "pile", "--cluster", "rack", code=8).stderr
+    assert "pile is on node01, node03, node04, not on node02" in part and "Permission denied" in part
+    missing = rack.zerun("submit", "jobs/d.yaml", "--cluster", "rack", code=2).stderr
+    assert "train.bin is not there (node02)" in missing and "zerun data push pile --cluster rack" in missing
+    testbed.exec("node02", ["chmod", "755", "/scratch/trainer/sets"])
+    cluster.write_text(cluster.read_text().replace("heldout.bin}", f"heldout.bin, train_digest: 'sha256:{64 * '0'}'}}"))
+    assert "the description of rack says" in rack.zerun("data", "push", "pile", "--cluster", "rack", code=7).stderr
