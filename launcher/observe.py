@@ -83,6 +83,7 @@ def combine(
             outcome = from_plain(Outcome, part["outcome"])
         last_lines.update({int(rank): lines for rank, lines in part.get("last_lines", {}).items()})
     whole = [c for c in candidates(about) if c.whole]
+    kept = [c for c in whole if not c.left] or whole
     ordered = sorted(records.values(), key=lambda r: r.node_rank)
     return Observation(
         poll=poll,
@@ -91,7 +92,7 @@ def combine(
         alive=frozenset(alive),
         outcome=outcome,
         last_lines=last_lines,
-        checkpoints=tuple(sorted(c.step for c in whole)),
+        checkpoints=tuple(sorted(c.step for c in kept)),
         attempt_checkpoints=tuple(sorted(c.step for c in whole if c.attempt == newest)),
         silent=dict(silent),
         num_nodes=nodes_of(run, newest),

@@ -61,7 +61,7 @@ class Observation:
     alive: frozenset[str] = frozenset()  # nodes whose agent lives
     outcome: Outcome | None = None
     last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    checkpoints: tuple[int, ...] = ()  # whole ones, oldest first
+    checkpoints: tuple[int, ...] = ()  # whole ones on the line that the run is on, oldest first
     attempt_checkpoints: tuple[int, ...] = ()  # those that this attempt wrote
     silent: Mapping[str, str] = field(default_factory=dict)
     num_nodes: int = 1

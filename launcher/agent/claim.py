@@ -17,8 +17,10 @@ from typing import List, Optional
 from ..contract.errors import Refused
 from ..contract.folder import AttemptFolder, RunFolder
 from ..contract.launch import LaunchSpec
+from ..contract.lineage import left_behind, resumed_from
 from ..contract.plain import dumps, from_plain, loads, write_atomically
 from . import state
+from .own_files import foreign_of
 
 
 def run(argv: List[str]) -> int:
@@ -61,16 +63,25 @@ def claim(run_folder: RunFolder, attempt: int, job: Optional[str], restarts: int
             Path(following.root).mkdir()
         except FileExistsError:
             continue
-        _prepare(folder, following, number, step)
+        _prepare(folder, following, number, step, newest_foreign(run_folder))
         _take(following, job)
         _name_job(following, job, restarts)
         return number
 
 
 def newest_whole(run_folder: RunFolder) -> Optional[int]:
-    """The step of the newest checkpoint that has its manifest and all its shards."""
-    whole = [int(c["step"]) for c in state.checkpoints_here(str(run_folder.root)) if c["whole"]]
-    return max(whole) if whole else None
+    """The step of the newest checkpoint that has its manifest and all its shards, on the line that the run is on."""
+    folder = str(run_folder.root)
+    found = state.checkpoints_here(folder)
+    behind = left_behind({int(c["step"]): int(c["attempt"]) for c in found if c["manifest"]}, resumed_from(folder))
+    whole = [int(c["step"]) for c in found if c["whole"]]
+    return max([step for step in whole if step not in behind] or whole, default=None)
+
+
+def newest_foreign(run_folder: RunFolder) -> Optional[str]:
+    """The newest whole checkpoint of the program's own, by its name below the run's folder."""
+    whole = [str(c["name"]) for c in foreign_of(str(run_folder.root)) if c["whole"]]
+    return whole[-1] if whole else None
 
 
 def _restarts() -> int:
@@ -95,13 +106,19 @@ def _owner(folder: AttemptFolder) -> Optional[str]:
     return None if owner is None else str(owner)
 
 
-def _prepare(old: AttemptFolder, new: AttemptFolder, number: int, step: Optional[int]) -> None:
+def _prepare(
+    old: AttemptFolder, new: AttemptFolder, number: int, step: Optional[int], foreign: Optional[str] = None
+) -> None:
     """The script as it was; the launch specification for another attempt, with a token of its own."""
     Path(new.logs).mkdir()
     write_atomically(Path(new.script), Path(old.script).read_bytes())
     spec = _read(old)
     changed = dataclasses.replace(
-        spec, attempt=number, token=secrets.token_hex(16), resume_step=step or spec.resume_step
+        spec,
+        attempt=number,
+        token=secrets.token_hex(16),
+        resume_step=step or spec.resume_step,
+        resume_from=foreign or spec.resume_from,
     )
     write_atomically(Path(new.launch), dumps(changed))
 

@@ -11,13 +11,14 @@ import shutil
 import stat
 from typing import Any, Dict, List, Optional
 
+from ..contract.damage import damage_in
 from ..contract.errors import UsageError
-from ..contract.folder import step_of
-from ..contract.holdings import checkpoints_here, identity, is_checkpoint_file, is_collected
+from ..contract.folder import rank_of, step_of
+from ..contract.holdings import checkpoints_here, identity, is_checkpoint_file, is_collected, record_digest
 
 
 def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
-    """``{run_dir, checkpoint}`` → ``{files, checkpoint, rsync, identity}``; sizes in bytes.
+    """``{run_dir, checkpoint}`` → ``{files, checkpoint, outputs, foreign, rsync, identity}``; sizes in bytes, records with a ``digest``.
 
     ``checkpoint`` is ``newest`` (the newest that is whole as far as this place can tell), a step or null.
     ``identity`` tells whether this folder and another are the same one.
@@ -29,9 +30,14 @@ def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
         raise UsageError(f"inventory: the request cannot be read: {problem!r}") from problem
     attempts = os.path.join(run_dir, "attempts")
     files = [f for f in _files(run_dir, attempts) if is_collected(f["path"])]
+    for row in files:
+        digest = record_digest(os.path.join(run_dir, row["path"]))
+        row.update({} if digest is None else {"digest": digest})
     return {
         "files": files,
         "checkpoint": _checkpoint(run_dir, wanted),
+        "outputs": outputs_of(run_dir),
+        "foreign": foreign_of(run_dir),
         "rsync": shutil.which("rsync") is not None,
         "identity": identity(run_dir),
     }
@@ -64,5 +70,7 @@ def _checkpoint(run_dir: str, wanted: Any) -> Optional[Dict[str, Any]]:
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         if step_of(name) == wanted:
             files = _files(os.path.join(folder, name), os.path.join(folder, name))
-            return {"step": wanted, "files": [f for f in files if is_checkpoint_file(f["path"])]}
+            damaged = damage_in(os.path.join(folder, name))  # known to be wrong: not offered
+            fit = [f for f in files if is_checkpoint_file(f["path"]) and rank_of(f["path"]) not in damaged]
+            return {"step": wanted, "files": fit}
     return None

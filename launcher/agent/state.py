@@ -12,8 +12,10 @@ from typing import Any, Dict, List, Optional
 
 from ..contract.errors import UsageError
 from ..contract.holdings import attempt_numbers, checkpoints_here, names_in, read_json
+from ..contract.lineage import resumed_from
 from ..contract.plain import PlainError, from_plain
 from ..contract.records import Announcement, NodeRecord, Outcome
+from .own_files import foreign_of
 from .space import free_bytes
 from .tail_files import is_alive
 
@@ -42,7 +44,12 @@ def run_state(folder: str, only: Optional[int] = None) -> Dict[str, Any]:
     for number in attempt_numbers(folder):
         if only is None or number == only:
             attempts[str(number)] = _attempt(os.path.join(folder, "attempts", str(number)))
-    return {"attempts": attempts, "checkpoints": checkpoints_here(folder), "exists": os.path.isdir(folder)}
+    return {
+        "attempts": attempts,
+        "checkpoints": checkpoints_here(folder),
+        "resumed": {str(k): step for k, step in resumed_from(folder).items()},
+        "exists": os.path.isdir(folder),
+    }
 
 
 def _attempt(folder: str) -> Dict[str, Any]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..contract.damage import is_note
 from ..contract.errors import PartialAnswer, UsageError, VerificationFailed, ZerunError
-from ..contract.folder import RunFolder
-from ..contract.holdings import identity
+from ..contract.folder import RunFolder, rank_of
+from ..contract.holdings import identity, record_digest
 from ..contract.manifest import Manifest, ShardFile
 from ..contract.plain import sync_folder
 from ..locks import hold
@@ -188,6 +189,7 @@ def _plan_files(asked: Asked, home: Path) -> tuple[list[tuple[Place, dict[str, i
     here = here_bytes = 0
     for place, answer in asked.answers:
         lacks: dict[str, int] = {}
+        digests = {row["path"]: row.get("digest") for row in answer.get("files", ())}
         for name, num_bytes in checked_files(place, answer.get("files"), of_checkpoint=False).items():
             # Several nodes hold copies of what the launcher sent them: the first one's is as good as any.
             if name in seen:
@@ -195,7 +197,8 @@ def _plan_files(asked: Asked, home: Path) -> tuple[list[tuple[Place, dict[str, i
             seen.add(name)
             path = check_target(home, name)
             # Records are rewritten in place, at the same size perhaps; everything else only grows.
-            if path.is_file() and path.stat().st_size == num_bytes and not name.endswith(".json"):
+            same = not name.endswith(".json") or (digests[name] and digests[name] == record_digest(str(path)))
+            if path.is_file() and path.stat().st_size == num_bytes and same:
                 here, here_bytes = here + 1, here_bytes + num_bytes
             else:
                 lacks[name] = num_bytes
@@ -282,7 +285,12 @@ def _check_arrived(home: Path, job: _Job) -> None:
 
 
 def _put_in_place(incoming: Path, folder: Path, manifest: Manifest) -> None:
+    """The shards are proven. What lies there of another attempt that had more ranks is none of this checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
+    ours = {shard.file for shard in manifest.shards}
+    for other in folder.iterdir():
+        if other.name not in ours and (rank_of(other.name) is not None or is_note(other.name)):
+            other.unlink()
     with incoming.open("rb") as file:
         os.fsync(file.fileno())
     sync_folder(folder)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..contract.errors import UsageError, VerificationFailed
 from ..contract.folder import RunFolder
-from ..contract.holdings import checkpoints_here
+from ..contract.holdings import checkpoints_here, said_shared
+from ..contract.lineage import left_behind, resumed_from, why_left
 
 HOME = "home"
 
@@ -22,7 +23,8 @@ HOME = "home"
 @dataclass(frozen=True)
 class Candidate:
     """One checkpoint. ``attempt`` wrote it (0: not known); ``where`` names the nodes that wrote shards of it;
-    ``problem`` is empty when it is whole, which says nothing yet about its bytes."""
+    ``problem`` is empty when it is whole, which says nothing about bytes that nobody has read. ``left`` says why it
+    is not on the line that the run is on: a resume from an earlier step left it behind."""
 
     step: int
     whole: bool
@@ -31,22 +33,32 @@ class Candidate:
     attempt: int = 0
     ranks: int = 0
     where: tuple[str, ...] = ()
+    left: str = ""
+    state: Literal["whole", "damaged", "unfinished"] = "unfinished"  # damaged: it was whole when it was written
 
     def sentence(self) -> str:
-        return f"step {self.step}: {'whole' if self.whole else self.problem}"
+        left = f", but left behind: {self.left}" if self.left else ""
+        return f"step {self.step}: {'whole' if self.whole else self.problem}{left}"
 
 
 def candidates(about: Sequence[Mapping[str, Any]], home: Path | None = None) -> list[Candidate]:
     """Every checkpoint, oldest first. ``about``: each place's answer about this run (the ``state`` verb's
-    ``runs[D]``); ``home``: the run's folder here, whose shards count too when nodes have left."""
+    ``runs[D]``); ``home``: the run's folder here. Where nothing is shared its shards count too, because they can
+    be staged to a node; what a shared scratch disk has lost is lost to the ranks."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for answer in about:
         for checkpoint in answer.get("checkpoints", ()):
             by_step.setdefault(int(checkpoint["step"]), []).append(checkpoint)
-    for checkpoint in checkpoints_here(str(home)) if home is not None and by_step else ():
+    counts = home is not None and by_step and said_shared(str(home)) is not True
+    for checkpoint in checkpoints_here(str(home)) if counts else ():
         if checkpoint["step"] in by_step:
             by_step[checkpoint["step"]].append(checkpoint)
-    return [_join(step, by_step[step]) for step in sorted(by_step)]
+    found = [_join(step, by_step[step]) for step in sorted(by_step)]
+    resumed = {} if home is None else resumed_from(str(home))
+    for answer in about:
+        resumed.update({int(k): step for k, step in answer.get("resumed", {}).items()})
+    behind = left_behind({c.step: c.attempt for c in found if c.attempt}, resumed)
+    return [replace(c, left=why_left(c.step, c.attempt, resumed)) if c.step in behind else c for c in found]
 
 
 def _join(step: int, parts: Sequence[Mapping[str, Any]]) -> Candidate:
@@ -64,7 +76,10 @@ def _join(step: int, parts: Sequence[Mapping[str, Any]]) -> Candidate:
         found = [p["sizes"][str(rank)] for p in mine if str(rank) in p["sizes"]]
         if size in found:
             continue
-        if found:
+        unfit = [p["unfit"][str(rank)] for p in mine if str(rank) in p.get("unfit", {})]
+        if unfit:
+            wrong.append(f"rank {rank}'s shard on {node} {unfit[0]}")
+        elif found:
             wrong.append(f"rank {rank}'s shard on {node} has {found[0]} bytes of {size}")
         else:
             wrong.append(f"rank {rank}'s shard is missing on {node}")
@@ -72,6 +87,7 @@ def _join(step: int, parts: Sequence[Mapping[str, Any]]) -> Candidate:
     return Candidate(
         step=step,
         whole=not wrong,
+        state="damaged" if wrong else "whole",
         problem="; ".join(wrong[:3]) + more,
         bytes=sum(int(size) for _, _, size in shards),
         attempt=attempt,
@@ -81,7 +97,8 @@ def _join(step: int, parts: Sequence[Mapping[str, Any]]) -> Candidate:
 
 
 def newest_whole(found: Sequence[Candidate]) -> Candidate | None:
-    return max((c for c in found if c.whole), key=lambda c: c.step, default=None)
+    """On the line that the run is on; where none is whole there, of those that were left behind."""
+    return max((c for c in found if c.whole), key=lambda c: (not c.left, c.step), default=None)
 
 
 def choose(found: Sequence[Candidate], step: int | None = None) -> Candidate:
@@ -111,10 +128,13 @@ def explain(found: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
     lines = []
     for candidate in sorted(found, key=lambda c: -c.step):
         if chosen is not None and candidate.step < chosen.step:
+            if chosen.left and not candidate.left:
+                lines.append(candidate.sentence())
+                continue
             break
         if chosen is not None and candidate.step == chosen.step:
             lines.append(f"{candidate.sentence()}, taken")
-        elif candidate.whole and chosen is not None:
+        elif candidate.whole and chosen is not None and not (candidate.left and not chosen.left):
             lines.append(f"{candidate.sentence()}, but step {chosen.step} was asked for")
         else:
             lines.append(candidate.sentence())

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
+from ..contract.damage import forget_damage, note_damage
 from ..contract.errors import VerificationFailed
 from ..contract.folder import CheckpointFolder, step_of
 from ..contract.manifest import BLOCK_BYTES, Manifest, ShardFile
@@ -56,7 +57,8 @@ class Report:
 
 
 def verify(folder: Path) -> Report:
-    """Reads every shard of ``RUN/checkpoints/step-*`` and holds it against the manifest."""
+    """Reads every shard of ``RUN/checkpoints/step-*`` and holds it against the manifest. What is damaged is noted
+    beside it, so that it is not taken for whole again."""
     try:
         manifest = read_manifest(folder / "manifest.json", step_of(folder.name))
     except VerificationFailed as problem:
@@ -64,6 +66,12 @@ def verify(folder: Path) -> Report:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         checked = pool.map(lambda shard: check_shard(folder / shard.file, shard), manifest.shards)
         shards = tuple(problem for problem in checked if problem is not None)
+    wrong = {problem.rank: problem for problem in shards}
+    for shard in manifest.shards:
+        if shard.rank not in wrong:
+            forget_damage(str(folder), shard.rank)
+        elif wrong[shard.rank].blocks:
+            note_damage(str(folder), shard.rank, shard.file, f"is damaged: {wrong[shard.rank].what}")
     return Report(
         folder=str(folder),
         step=manifest.step,

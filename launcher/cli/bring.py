@@ -56,7 +56,11 @@ def _collected_lines(got: Collected) -> list[str]:
 
 @checkpoint_verbs.command("ls")
 def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
-    """Lists a run's checkpoints on its cluster, oldest first, and says what is wrong with those that are not whole."""
+    """Lists a run's checkpoints on its cluster, oldest first, and says what is wrong with those that are not whole.
+
+    unfinished: it has no manifest. damaged: shards are missing, short, or were found wrong by whoever read them. Left
+    behind: a resume went on from an earlier step; it stays, and only --step takes it.
+    """
     app = options.open_app()
     found = app.checkpoints(app.resolve(run))
     if as_json:
@@ -65,16 +69,16 @@ def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
     rows = [
         (
             str(c.step),
-            "yes" if c.whole else "no",
+            "yes" if c.whole else c.state,
             show.num_bytes(c.bytes) if c.bytes else "-",
             str(c.ranks or "-"),
             str(c.attempt or "-"),
             " ".join(c.where) or "-",
-            show.visible(c.problem),
+            show.visible(c.problem or (f"left behind: {c.left}" if c.left else "")),
         )
         for c in found
     ]
-    show.table(("step", "whole", "size", "ranks", "attempt", "nodes", "problem"), rows, right=(0, 2, 3, 4))
+    show.table(("step", "whole", "size", "ranks", "attempt", "nodes", "note"), rows, right=(0, 2, 3, 4))
 
 
 @checkpoint_verbs.command("verify")

@@ -123,8 +123,14 @@ def next_steps(state: RunState) -> list[str]:
     if state.state == "unknown":
         return [f"zerun status {run}  (again, when the cluster answers)", f"zerun cluster check {state.cluster}"]
     if state.state == "done":
-        return [f"zerun collect {run}" if state.nodes != ("localhost",) else f"zerun ckpt verify {run}"]
+        if state.nodes != ("localhost",):
+            return [f"zerun collect {run}"]
+        return [f"zerun ckpt verify {run}" if state.checkpoints else f"zerun logs {run}"]
     steps = [f"zerun logs {run}"] if state.state != "stopped" else []
+    if state.cause is not None and state.cause.exit_code == Exit.VERIFICATION:
+        # A rank refused the bytes of the checkpoint it was to go on from: never the same again.
+        other = f"zerun resume {run} --step {state.checkpoints[-1]}" if state.checkpoints else f"zerun ckpt ls {run}"
+        return [*steps, other]
     return steps + ([f"zerun resume {run}"] if state.checkpoints or state.state == "stopped" else [])
 
 

@@ -6,13 +6,16 @@ are there and what is missing of them, and whether two folders are the same one.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from typing import Any, Dict, List, Optional, Set, Tuple
 
+from .damage import damage_in, is_note
 from .folder import rank_of, step_of
 from .plain import loads
 
+RECORD_BYTES = 2**20
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _COLLECTED = re.compile(rf"attempts/[1-9][0-9]{{0,8}}/(?:{_NAME}|(?:nodes|logs|metrics)/{_NAME})")
 _SHARD = re.compile(r"(?:rank-[0-9]{5,}\.safetensors|manifest\.json)")
@@ -25,6 +28,18 @@ def is_collected(name: str) -> bool:
 
 def is_checkpoint_file(name: str) -> bool:
     return bool(_SHARD.fullmatch(name))
+
+
+def record_digest(path: str) -> Optional[str]:
+    """Of a record (a small .json, rewritten in place, at the same size perhaps): what tells it from its older self."""
+    if not path.endswith(".json"):
+        return None
+    try:
+        with open(path, "rb") as file:
+            data = file.read(RECORD_BYTES + 1)
+    except OSError:
+        return None
+    return hashlib.blake2b(data, digest_size=16).hexdigest() if len(data) <= RECORD_BYTES else None
 
 
 def identity(folder: str) -> Optional[List[str]]:
@@ -77,11 +92,16 @@ def checkpoints_here(folder: str) -> List[Dict[str, Any]]:
 
 
 def _is_shared(folder: str) -> bool:
+    return said_shared(folder) is not False
+
+
+def said_shared(folder: str) -> Optional[bool]:
+    """Whether the newest launch.json here speaks of one filesystem for all nodes; None where there is none."""
     for number in reversed(attempt_numbers(folder)):
         launch = read_json(os.path.join(folder, "attempts", str(number), "launch.json"))
         if isinstance(launch, dict):
             return bool(launch.get("shared", True))
-    return True
+    return None
 
 
 def _nodes_here(folder: str) -> Set[str]:
@@ -95,14 +115,19 @@ def _nodes_here(folder: str) -> Set[str]:
 
 def _checkpoint(folder: str, step: int, here: Optional[Set[str]]) -> Dict[str, Any]:
     sizes: Dict[int, int] = {}
-    has_manifest = False
+    unfit: Dict[int, str] = {}  # shards that are here, and that nobody should read
+    has_manifest = has_notes = False
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 has_manifest = has_manifest or entry.name == "manifest.json"
+                has_notes = has_notes or is_note(entry.name)
                 rank = rank_of(entry.name)
                 if rank is not None and entry.name == f"rank-{rank:05d}.safetensors":
-                    sizes[rank] = entry.stat().st_size
+                    if entry.is_file(follow_symlinks=False):
+                        sizes[rank] = entry.stat(follow_symlinks=False).st_size
+                    else:
+                        unfit[rank] = "is no plain file"
     except OSError as problem:
         return _about(step, sizes, None, 0, [], f"cannot be read: {problem.strerror}")
     if not has_manifest:
@@ -111,15 +136,19 @@ def _checkpoint(folder: str, step: int, here: Optional[Set[str]]) -> Dict[str, A
         attempt, shards = read_shards(os.path.join(folder, "manifest.json"), step)
     except (OSError, ValueError) as problem:
         return _about(step, sizes, None, 0, [], f"its manifest cannot be read: {problem}")
+    unfit.update(damage_in(folder) if has_notes else {})
     wrong = []
     for rank, node, size in shards:
-        if here is not None and node not in here:
+        if rank in unfit:
+            sizes.pop(rank, None)
+            wrong.append(f"rank {rank}'s shard on {node} {unfit[rank]}")
+        elif here is not None and node not in here:
             continue
-        if rank not in sizes:
+        elif rank not in sizes:
             wrong.append(f"rank {rank}'s shard is missing on {node}")
         elif sizes[rank] != size:
             wrong.append(f"rank {rank}'s shard on {node} has {sizes[rank]} bytes of {size}")
-    return _about(step, sizes, shards, attempt, wrong, "")
+    return {**_about(step, sizes, shards, attempt, wrong, ""), "unfit": {str(r): unfit[r] for r in sorted(unfit)}}
 
 
 def _about(
