@@ -488,6 +488,24 @@ class App:
         return prepare(files, out)
 
 
+    def discover_cluster(self, target: str, *, ssh_config: Path | None = None, out: Path | None = None) -> str:
+        """A description, with pools, of a cluster in clusters/ or of a host that Slurm or nothing but SSH is on.
+
+        ``out`` is the file that the text is for: it names the cluster when ``target`` is a host.
+        """
+        from . import discover, specs
+
+        runtime = runtime_bundle()
+        try:
+            cluster = specs.load_cluster(specs.find_cluster(target, self._cluster_folders()))
+        except UsageError as problem:
+            if isinstance(problem, DescriptionError) or "/" in target or target.endswith((".yaml", ".yml")):
+                raise
+            cluster = discover.of_host(target, ssh_config)
+        if out is not None:
+            cluster = cluster.model_copy(update={"name": out.stem})
+        return discover.discover(cluster, (runtime.digest, runtime.data), target, out)
+
 # --- small rules ----------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..contract.errors import Exit, ZerunError
-from . import bring, data, describe, keep, launch, login, options, plan, show, watch
+from . import bring, data, describe, discover, keep, launch, login, options, plan, show, watch
 
 app = typer.Typer(
     name="zerun",
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+describe.cluster_verbs.command("discover")(discover.cluster_discover)
 app.add_typer(describe.cluster_verbs, name="cluster")
 app.command("login")(login.login_verb)
 app.command("plan")(plan.plan_verb)

@@ -26,6 +26,7 @@ FLOORS = {
     "checkpoints": 5,
     "datasets": 5,
     "diagnosis": 5,
+    "discover": 5,
     "backends": 4,
     "render": 3,
     "transports": 3,

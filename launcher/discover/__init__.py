@@ -1,0 +1,7 @@
+"""Floor 5: a description of a cluster from what the cluster itself tells (``zerun cluster discover``)."""
+
+from __future__ import annotations
+
+from .make import discover, of_host
+
+__all__ = ["discover", "of_host"]
