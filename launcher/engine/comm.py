@@ -154,6 +154,7 @@ class _Base:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.traffic = Traffic()
+        self._last_small: tuple[Tensor, Tensor] | None = None
         self._global = [dist.get_global_rank(group, i) if group else i for i in range(self.size)]
 
     def failed(self, what: str, peer: int, error: BaseException) -> CommError:
@@ -195,6 +196,8 @@ class _Base:
             return value.unsqueeze(0)
         everyone = value.new_empty((self.size, *value.shape))
         self.traffic.control_bytes += value.numel() * value.element_size() * (self.size - 1)
+        # Kept until the next: gloo's threads let go of them some time after, and what a step holds must not hang on that.
+        self._last_small = value, everyone
         # Into one tensor: a list would be a view a rank.
         self._blocking(what, lambda: _all_gather()(everyone, value.unsqueeze(0), group=self.group))
         return everyone
