@@ -10,12 +10,13 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .attempts import Attempts, Source, keep_code, made_of, not_known, one_folder, remembered, take_attempt
 from .bundles import Bundle, runtime_bundle
+from .choice import tag_names
 from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
 from .contract.plain import to_plain
@@ -25,13 +26,14 @@ from .runs import Run, RunState, RunStore
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Finding, Handle
     from .checkpoints import Candidate, Collected, Report
+    from .clearing import Clearing
     from .datasets import Pushed
+    from .elsewhere import OnCluster
     from .logs.merge import LogLine
     from .logs.select import Selection
     from .measured import Beside
     from .planning.plan import Plan
     from .specs.models import Cluster, Job
-    from .transports.master import Master
     from .starting import Waiting
     from .transports.master import Master
 
@@ -81,9 +83,9 @@ class App:
                 "which cluster?",
                 hint="name one (--cluster NAME; cluster check NAME), set ZERUN_CLUSTER, or write `cluster:` in the job",
             )
-        return specs.load_cluster(specs.find_cluster(chosen, self._cluster_folders()), sets)
+        return specs.load_cluster(specs.find_cluster(chosen, self.cluster_folders()), sets)
 
-    def _cluster_folders(self) -> list[Path]:
+    def cluster_folders(self) -> list[Path]:
         return [self.root / "clusters", self.config / "clusters", Path(__file__).parent.parent / "clusters"]
 
     def _default_cluster(self) -> str | None:
@@ -163,6 +165,7 @@ class App:
         *,
         force: bool = False,
         waiting: Waiting | None = None,
+        tags: Sequence[str] = (),
     ) -> Submitted:
         """Ships, submits, and returns once the cluster has the job.
 
@@ -189,6 +192,7 @@ class App:
                 "backend": plan.backend,
                 "time_s": plan.time_s,
                 "job_file": str(job.resolve()),
+                "tags": sorted({*loaded_job.tags, *tag_names(tags)}),
                 "job": specs.describe(loaded_job),
                 "cluster": specs.describe(loaded_cluster),
                 "plan": to_plain(plan),
@@ -236,14 +240,16 @@ class App:
         plan = make_plan(job, cluster, nodes=made.num_nodes, global_batch=made.global_batch)
         return beside(loaded, attempt, plan)
 
-    def list_runs(self) -> list[RunState]:
-        """Every run at home, oldest first; those not known to have ended are asked after, a cluster at a time."""
+    def list_runs(self, may_be: Callable[[Run], bool] = lambda _: True) -> list[RunState]:
+        """Every run at home that may be meant, oldest first; those not known to have ended are asked after."""
         names = self.store.names()
         states: dict[str, RunState] = {}
         asked: dict[str, list[Run]] = {}
         for name in names:
             try:
                 run = self.store.load(name)
+                if not may_be(run):
+                    continue
                 states[name] = remembered(run) or not_known(name, "nobody was asked", run)
             except ZerunError as problem:  # one damaged folder must not hide the other runs
                 states[name] = not_known(name, problem.message)
@@ -255,7 +261,18 @@ class App:
                 states.update({state.run: state for state in self._look_once(runs)})
             except ZerunError as problem:
                 states.update({run.name: not_known(run.name, problem.message, run) for run in runs})
-        return [states[name] for name in names]
+        return [states[name] for name in names if name in states]
+
+    def runs_on(self, name: str | None = None, *, all_users: bool = False) -> OnCluster:
+        """The runs that lie on a cluster, oldest first. One's own that another laptop submitted are taken up here."""
+        from .elsewhere import find_runs, on_cluster
+
+        cluster = self.cluster(name)
+        backend = self.attempts.open(cluster, runtime_bundle())
+        try:
+            return on_cluster(backend, self.attempts, find_runs(backend, cluster, self.store, all_users=all_users))
+        finally:
+            backend.close()
 
     def _look_once(self, runs: Sequence[Run]) -> list[RunState]:
         backend = self.attempts.open_for(runs[-1])
@@ -363,10 +380,9 @@ class App:
 
     def verify(self, run: str, step: int | None = None) -> Report:
         """Reads a checkpoint that is at home whole, and holds every block against its digest."""
-        from .checkpoints import verify
-        from .keeping import step_at_home
+        from .keeping import verify_at_home
 
-        return verify(step_at_home(self.store.load(self.resolve(run)), step))
+        return verify_at_home(self.store.load(self.resolve(run)), step)
 
     # --- resume -----------------------------------------------------------------------------------
 
@@ -427,8 +443,9 @@ class App:
                     loaded.name,
                     attempt,
                     one_folder(backend.places()),
-                    resume_step=chosen.step if chosen else None,
+                    resume_step=chosen.step if chosen is not None and not chosen.name else None,
                 )
+                launch = replace(launch, resume_from=chosen.name or None) if chosen is not None else launch
                 if chosen is not None and not launch.shared:
                     moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
                     notes += [moved] if moved else []
@@ -436,6 +453,29 @@ class App:
         finally:
             backend.close()
         return Submitted(loaded.name, attempt, handle, tuple(notes))
+
+    def remove(self, run: str, *, remote: bool, sure: Callable[[Clearing], bool]) -> Clearing | None:
+        """Removes a run that has ended: at home, and with ``remote`` on its cluster. ``sure`` is asked once it is known
+        what would go; None when it says no."""
+        from . import specs
+        from .clearing import clear, look
+
+        loaded = self.store.load(self.resolve(run))
+        local = specs.cluster_from_plain(loaded.about["cluster"]).local
+        state = remembered(loaded)
+        backend = self.attempts.open_for(loaded) if remote or local or state is None else None
+        try:
+            if state is None and backend is not None:
+                state = self.attempts.look(backend, [loaded])[0]
+            assert state is not None
+            clearing = look(backend, loaded, state, remote=remote, local=local)
+            if not sure(clearing):
+                return None
+            clear(backend, clearing)
+            return clearing
+        finally:
+            if backend is not None:
+                backend.close()
 
     def login(self, name: str | None, keep_s: int) -> list[Master]:
         """Logs in by hand to every machine of a cluster that needs it: ssh asks at this process's terminal."""
@@ -461,6 +501,13 @@ class App:
         finally:
             backend.close()
 
+    def check_network(self, name: str | None, nodes: int | None, notice: Notice) -> list[Finding]:
+        """A job of its own: all pairs of nodes on a real port, then a small all-reduce whose sum is known."""
+        from .network_check import Templates, check_network
+
+        templates = Templates(self.attempts.templates, self.attempts.user_templates)
+        return check_network(self.cluster(name), nodes, templates, notice)
+
     def push_data(
         self,
         name: str,
@@ -481,13 +528,6 @@ class App:
         finally:
             backend.close()
 
-    def prepare_data(self, files: Sequence[Path], out: Path) -> dict[str, Any]:
-        """Turns text files into ``train.bin`` and ``heldout.bin`` in ``out``: bytes as tokens, split by file."""
-        from .contract.text import prepare
-
-        return prepare(files, out)
-
-
     def discover_cluster(self, target: str, *, ssh_config: Path | None = None, out: Path | None = None) -> str:
         """A description, with pools, of a cluster in clusters/ or of a host that Slurm or nothing but SSH is on.
 
@@ -497,7 +537,7 @@ class App:
 
         runtime = runtime_bundle()
         try:
-            cluster = specs.load_cluster(specs.find_cluster(target, self._cluster_folders()))
+            cluster = specs.load_cluster(specs.find_cluster(target, self.cluster_folders()))
         except UsageError as problem:
             if isinstance(problem, DescriptionError) or "/" in target or target.endswith((".yaml", ".yml")):
                 raise
@@ -505,6 +545,13 @@ class App:
         if out is not None:
             cluster = cluster.model_copy(update={"name": out.stem})
         return discover.discover(cluster, (runtime.digest, runtime.data), target, out)
+
+    def prepare_data(self, files: Sequence[Path], out: Path) -> dict[str, Any]:
+        """Turns text files into ``train.bin`` and ``heldout.bin`` in ``out``: bytes as tokens, split by file."""
+        from .contract.text import prepare
+
+        return prepare(files, out)
+
 
 # --- small rules ----------------------------------------------------------------------------------
 

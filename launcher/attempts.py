@@ -321,6 +321,7 @@ def remembered(run: Run) -> RunState | None:
         why=str(ended.data.get("why", "")),
         ranks=int((run.last("submitting", attempt=run.attempt) or ended).data.get("ranks", 0)),
         handle=run.handle,
+        tags=run.tags,
     )
 
 
@@ -328,4 +329,5 @@ def not_known(name: str, why: str, run: Run | None = None) -> RunState:
     """A run of which nothing can be said, with the reason."""
     about: Mapping[str, Any] = run.about if run is not None else {}
     job, cluster = str(about.get("job_name", "")), str(about.get("cluster_name", "?"))
-    return RunState(name, job, cluster, "unknown", run.attempt if run is not None else 1, why=why)
+    tags = run.tags if run is not None else ()
+    return RunState(name, job, cluster, "unknown", run.attempt if run is not None else 1, why=why, tags=tags)

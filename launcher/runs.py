@@ -87,6 +87,7 @@ class RunState:
     checkpoints: tuple[int, ...] = ()
     handle: Handle | None = None
     notes: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
 
     @property
     def ended(self) -> bool:
@@ -112,6 +113,11 @@ class Run:
     @property
     def paths(self) -> RunFolder:
         return RunFolder.at(str(self.folder.parent), self.name)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        found = self.about.get("tags", ())
+        return tuple(str(tag) for tag in found) if isinstance(found, (list, tuple)) else ()
 
     @property
     def is_being_made(self) -> bool:
@@ -336,6 +342,7 @@ def fold(run: Run, seen: Observation) -> RunState:
         checkpoints=seen.checkpoints,
         handle=run.handle,
         notes=tuple(f"{place} did not answer: {reason}" for place, reason in seen.silent.items()),
+        tags=run.tags,
     )
 
 

@@ -173,6 +173,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Job.env": (_ENV, "environment of every rank, after the cluster's"),
     "Job.secrets": ("list of names", "variables of *your* environment, given to the ranks, written nowhere else"),
     "Job.program": ("mapping", "your own script"),
+    "Job.tags": ("list of names", "by which `zerun ls --tag` finds the run again"),
     "Job.cluster": ("name or path", "the default of `--cluster`"),
     "Code.root": ("path", "another root, relative to the job's file"),
     "Code.include": ("list of patterns", "shipped although git or `.zerunignore` ignores it; as `.gitignore` writes patterns, which `.zerunignore` beside the root does too"),

@@ -24,11 +24,15 @@ _JSON_VERBS = {
     "inventory": ".inventory",
     "data": ".data",
     "digest": ".digest",
+    "digests": ".own_files",
     "probe": ".probe",
     "expand": ".expand",
+    "runs": ".listing",
+    "remove": ".removal",
     "reach": ".reach",
     "reached": ".reach",
     "slots": ".leases",
+    "pull": ".pull",
 }
 
 
@@ -47,12 +51,14 @@ def main(argv: Optional[List[str]] = None) -> int:
             return int(importlib.import_module(".claim", __package__).run(rest))
         if verb == "tail":
             return int(importlib.import_module(".tail", __package__).stream(_request(), sys.stdout.buffer))
+        if verb == "serve":
+            return int(importlib.import_module(".pull", __package__).serve(_request(), sys.stdout.buffer))
         if verb == "listen":
             return int(importlib.import_module(".reach", __package__).listen(_request(), sys.stdout.buffer))
         if verb == "allreduce":
             return _allreduce()
         if verb not in _JSON_VERBS:
-            known = ", ".join(["agent", "claim", "convert", "engine", "simulate", "tail", *_JSON_VERBS])
+            known = ", ".join(["agent", "claim", "convert", "engine", "serve", "simulate", "tail", *_JSON_VERBS])
             raise UsageError(f"unknown verb {verb!r}", hint=f"one of {known}")
         request = _request()
         module = importlib.import_module(_JSON_VERBS[verb], __package__)

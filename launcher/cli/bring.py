@@ -49,6 +49,8 @@ def _collected_lines(got: Collected) -> list[str]:
         lines.append(
             f"  checkpoint  step {got.step}, {show.count(got.verified_shards, 'shard')} verified: {got.checkpoint}"
         )
+    if got.name:
+        lines.append(f"  checkpoint  {got.name}, {show.count(got.verified_shards, 'file')} verified: {got.checkpoint}")
     if got.note:
         lines.append(f"  note        {show.visible(got.note)}")
     return lines
@@ -68,7 +70,7 @@ def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
         return
     rows = [
         (
-            str(c.step),
+            c.name or str(c.step),
             "yes" if c.whole else c.state,
             show.num_bytes(c.bytes) if c.bytes else "-",
             str(c.ranks or "-"),
@@ -98,8 +100,8 @@ def checkpoint_verify(
     if as_json:
         show.data_json({**show.plain(report), "ok": report.ok})
     elif report.ok:
-        shards = show.count(report.num_shards, "shard")
-        show.data(
-            f"step {report.step}: {shards}, {show.num_bytes(report.bytes)}, every block is right: {report.folder}"
-        )
+        what = "file" if report.step is None else "shard"
+        named = "" if report.step is None else f"step {report.step}: "
+        told = f"{show.count(report.num_shards, what)}, {show.num_bytes(report.bytes)}"
+        show.data(f"{named}{told}, every {'block' if named else 'file'} is right: {report.folder}")
     report.require()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..contract.errors import Exit
+from ..contract.errors import Exit, UsageError
 from . import options, show
 
 if TYPE_CHECKING:
@@ -64,12 +64,31 @@ def _scalar(value: Any) -> str:
 
 
 @cluster_verbs.command("check")
-def cluster_check(name: options.ClusterName = None, as_json: options.Json = False) -> None:
+def cluster_check(
+    name: options.ClusterName = None,
+    job: Annotated[
+        bool, typer.Option("--job", help="Runs a small job too: do all pairs of nodes reach each other?")
+    ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes", metavar="N", min=1, help="How many nodes --job takes. Default: 2 under Slurm, else all of them."
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
     """Reaches every node and says what a job would meet there: one line a node.
 
-    Exit 8 when one of them is not well, 4 when none could be reached.
+    With --job a job of its own follows (Slurm: it queues, and is over within two minutes): every node opens a port
+    from network.ports, all pairs connect, and ranks sum a small tensor; the pairs that fail are named.
+
+    Exit 8 when something is not well, 4 when no node could be reached.
     """
+    if nodes is not None and not job:
+        raise UsageError("--nodes is for --job", hint="zerun cluster check --job --nodes N")
     findings = options.open_app().check_cluster(name)
+    if job and any(f.facts.get("reached") for f in findings):
+        findings += options.open_app().check_network(name, nodes, show.note)
     if as_json:
         show.data_json(findings)
     else:

@@ -54,6 +54,9 @@ def submit_verb(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Submits even what the plan says does not fit.")] = False,
     wait_free: WaitFree = None,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG", help="By it `zerun ls --tag` finds the run again.")
+    ] = None,
     templates: options.Templates = None,
 ) -> None:
     """Submits a job and prints the run's id, alone, on stdout.
@@ -64,7 +67,7 @@ def submit_verb(
     if dry_run:
         _dry_run(app, job, cluster, sets or [], force)
         return
-    submitted = app.submit(job, cluster, sets or [], force=force, waiting=_waiting(wait_free))
+    submitted = app.submit(job, cluster, sets or [], force=force, waiting=_waiting(wait_free), tags=tags or ())
     _announce(submitted, follow)
     if follow:
         _follow_and_exit(app, submitted.run)

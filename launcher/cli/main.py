@@ -14,13 +14,12 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..contract.errors import Exit, ZerunError
-from . import bring, data, describe, discover, keep, launch, login, options, plan, show, watch
+from . import bring, clear, data, describe, discover, keep, launch, login, options, plan, show, watch
 
 app = typer.Typer(
     name="zerun",
     help="Plans, launches, watches and brings home ZeRO-partitioned training on Slurm or plain SSH.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
@@ -39,6 +38,7 @@ app.command("cancel")(launch.cancel_verb)
 app.command("wait")(launch.wait_verb)
 app.command("collect")(bring.collect_verb)
 app.command("resume")(launch.resume_verb)
+app.command("rm")(clear.rm_verb)
 bring.checkpoint_verbs.command("export")(keep.export_verb)
 bring.checkpoint_verbs.command("import")(keep.import_verb)
 app.add_typer(bring.checkpoint_verbs, name="ckpt")

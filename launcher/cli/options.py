@@ -9,18 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import complete
+
 if TYPE_CHECKING:
     from ..app import App
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="The job's YAML file.", show_default=False)]
 ClusterName = Annotated[
     str | None,
-    typer.Argument(metavar="[CLUSTER]", help="A name in clusters/, or a path. Default: $ZERUN_CLUSTER, then yours."),
+    typer.Argument(
+        metavar="[CLUSTER]",
+        help="A name in clusters/, or a path. Default: $ZERUN_CLUSTER, then yours.",
+        autocompletion=complete.clusters,
+    ),
 ]
 Cluster = Annotated[
     str | None,
     typer.Option(
-        "--cluster", "-c", metavar="CLUSTER", help="A name in clusters/, or a path. Default: the job's, $ZERUN_CLUSTER."
+        "--cluster",
+        "-c",
+        metavar="CLUSTER",
+        help="A name in clusters/, or a path. Default: the job's, $ZERUN_CLUSTER.",
+        autocompletion=complete.clusters,
     ),
 ]
 Sets = Annotated[
@@ -30,6 +40,7 @@ Sets = Annotated[
         "-s",
         metavar="KEY=VALUE",
         help="Overrides a key of the job, or of its cluster: --set zero.stage=3, --set cluster.nodes.slots=4.",
+        autocompletion=complete.assignments,
     ),
 ]
 JobSets = Annotated[
@@ -40,7 +51,13 @@ Templates = Annotated[
     Path | None, typer.Option("--templates", metavar="DIR", help="Templates that replace ours, by the same names.")
 ]
 Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's id, a unique beginning of one, or `last`.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run's id, a unique beginning of one, or `last`.",
+        show_default=False,
+        autocompletion=complete.runs,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Prints one JSON value instead of text.")]
 

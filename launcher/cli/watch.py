@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..contract.errors import Exit
-from . import options, show
+from ..contract.errors import Exit, UsageError
+from . import complete, options, show
 
 if TYPE_CHECKING:
     from ..app import App
@@ -19,23 +19,85 @@ if TYPE_CHECKING:
     from ..runs import RunState
 
 
-def ls_verb(as_json: options.Json = False) -> None:
+States = Annotated[
+    list[str] | None,
+    typer.Option("--state", metavar="STATE", help="Only runs in this state: running, failed, … (may be repeated)."),
+]
+
+
+def ls_verb(
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            metavar="CLUSTER",
+            help="The runs that lie on this cluster, also another laptop's; yours are taken up here.",
+            autocompletion=complete.clusters,
+        ),
+    ] = None,
+    all_users: Annotated[
+        bool, typer.Option("--all-users", help="With --cluster: everybody's, as far as their folders let you look.")
+    ] = False,
+    states: States = None,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="WHEN", help="Only runs submitted since: 10m, 2h, 7d, an ISO time.")
+    ] = None,
+    job: Annotated[str | None, typer.Option("--job", metavar="NAME", help="Only runs of the job of this name.")] = None,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG", help="Only runs with this tag (repeated: with all).")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
     """Lists the runs, oldest first, with their states."""
+    from ..choice import Choice
+
     app = options.open_app()
-    states = app.list_runs()
+    choice = Choice(_states(states or []), _since(since), job, frozenset(tags or []))
+    if all_users and cluster is None:
+        raise UsageError("--all-users needs --cluster: other people's runs are not at home")
+    if cluster is None:
+        found, owners = app.list_runs(choice.may_be), None
+    else:
+        on = app.runs_on(cluster, all_users=all_users)
+        found, owners = list(on.states), dict(zip((s.run for s in on.states), on.owners, strict=True))
+        for text in on.notes:
+            show.note(text)
+        if on.taken_up:
+            show.note(f"taken up here, from another laptop: {' '.join(on.taken_up)}")
+    chosen = [state for state in found if choice.takes(state)]
     if as_json:
-        show.data_json([s.to_plain() for s in states])
-        return
-    if not states:
-        show.note(f"no runs in {app.store.root} yet")
-        return
-    show.table(("run", "state", "since", "cluster", "attempt", "ranks"), [_row(s) for s in states])
+        show.data_json([s.to_plain() if owners is None else {**s.to_plain(), "owner": owners[s.run]} for s in chosen])
+    elif chosen:
+        head = ["run", "state", "since", "cluster", "attempt", "ranks"]
+        rows = [list(_row(s)) for s in chosen]
+        if owners is not None:
+            head, rows = [*head, "owner"], [[*row, owners[s.run]] for row, s in zip(rows, chosen, strict=True)]
+        show.table(head, rows)
+    else:
+        where = app.store.root if cluster is None else cluster
+        show.note(f"no runs {'in' if cluster is None else 'on'} {where}{' that match' if found else ' yet'}")
+
+
+def _states(given: Sequence[str]) -> frozenset[str]:
+    from ..runs import EXITS
+
+    wanted = frozenset(word.replace("-", "_").replace(" ", "_") for word in given)
+    for word in sorted(wanted - set(EXITS)):
+        raise UsageError(f"--state {word!r} is none", hint=f"one of {', '.join(EXITS)}")
+    return wanted
 
 
 def _row(state: RunState) -> tuple[str, ...]:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since)) if state.since is not None else "-"
     ranks = str(state.ranks) if state.ranks else "-"
     return (state.run, state.state, since, state.cluster, str(state.attempt), ranks)
+
+
+def _since(given: str | None) -> float | None:
+    from ..logs.select import parse_since
+
+    return None if given is None else parse_since(given, time.time())
 
 
 def status_verb(

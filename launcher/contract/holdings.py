@@ -68,6 +68,19 @@ def names_in(folder: str) -> List[str]:
         return []
 
 
+def tree_size(folder: str) -> Tuple[int, int]:
+    """Bytes of all files below ``folder``, and how many; links count as themselves."""
+    size = files = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                size += os.lstat(os.path.join(where, name)).st_size
+            except FileNotFoundError:
+                continue  # went away as we looked
+            files += 1
+    return size, files
+
+
 def attempt_numbers(folder: str) -> List[int]:
     names = names_in(os.path.join(folder, "attempts"))
     return sorted(int(n) for n in names if re.fullmatch(r"[1-9][0-9]{0,8}", n))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from . import values
-from .checkpoint_model import Checkpoint
+from .checkpoint_model import Checkpoint, Pattern
 from .cluster_model import Name
 from .data_model import Data
 from .description import Description
@@ -119,11 +119,6 @@ def _recompute(value: Any) -> str | tuple[int, ...]:
 class Job(Description):
     """Either ``program``, or the engine's keys: ``model``, ``data``, ``zero``, ``optimizer``, ``batch``, ``steps``."""
 
-    NOT_BUILT: ClassVar[Mapping[str, str]] = {
-        "outputs": "logs, metrics and checkpoints are collected",
-        "foreign": "",
-    }
-
     name: Name
     pool: Word | None = None
     nodes: Count = 1
@@ -146,19 +141,23 @@ class Job(Description):
     checkpoint: Checkpoint = Checkpoint()
     env: Env = Field(default_factory=lambda: values.freeze({}))
     secrets: Secrets = ()
+    outputs: Annotated[tuple[Pattern, ...], LIST] = ()
     program: Program | None = None
     cluster: Word | None = None
+    tags: Annotated[tuple[Name, ...], LIST] = ()
 
     def unsaid(self) -> frozenset[str]:
         """The engine's keys, where a program takes its place."""
-        return frozenset(_ENGINE_ONLY) if self.program is not None else frozenset()
+        if self.program is None:
+            return frozenset()
+        return frozenset(_ENGINE_ONLY) - ({"checkpoint"} if self.checkpoint.foreign is not None else set())
 
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
         if "program" in given:
             for key in _ENGINE_ONLY:
                 if key in given:
-                    yield Mistake((key,), f"{key!r} does not go with program: the program decides that itself", True)
+                    yield from _not_with_program(key, given[key])
         elif lacking := [key for key in _ENGINE_KEYS if key not in given]:
             if len(lacking) == len(_ENGINE_KEYS):
                 yield Mistake((), f"the job trains nothing: write {', '.join(_ENGINE_KEYS)}, or program")
@@ -174,6 +173,20 @@ class Job(Description):
                     yield Mistake(("secrets", at), f"{name} stands under env too; a secret comes from your environment")
                 if name in secrets[:at]:
                     yield Mistake(("secrets", at), f"{name} is named twice")
+
+
+def _not_with_program(key: str, section: Any) -> Iterator[Mistake]:
+    """A program saves when and how it likes; where, it may say."""
+    said = "does not go with program: the program decides that itself"
+    if key != "checkpoint":
+        yield Mistake((key,), f"{key!r} {said}", True)
+        return
+    written = section if isinstance(section, Mapping) else {}  # of another type: the section itself says so
+    for inner in ("every", "every_steps", "every_s", "keep", "background"):
+        if written.get(inner) is not None:
+            yield Mistake((key, inner), f"{inner!r} {said}; foreign says where it saves", True)
+    if isinstance(section, Mapping) and section.get("foreign") is None and not set(section) & {"every", "keep"}:
+        yield Mistake((key,), "checkpoint of a program needs foreign: the pattern of what it saves", True)
 
 
 def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -206,6 +219,8 @@ def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
             ("parallel", "split"), "split goes with a model of your own; the reference model knows its cuts", True
         )
     yield from group_mistakes(part("optimizer"), part("model"), given.get("groups"))
+    if given.get("program") is None and part("checkpoint").get("foreign") is not None:
+        yield Mistake(("checkpoint", "foreign"), "foreign goes with program: the engine saves its own", at_key=True)
     yield from _activation_mistakes(given, part("model"), part("parallel"))
     if (
         given.get("evaluate") is not None

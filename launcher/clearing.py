@@ -1,0 +1,81 @@
+"""The end of a run's files: at home, and where they lie on its cluster. Counted before anything is removed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .contract.errors import Unreachable, UsageError
+from .contract.folder import RunFolder
+from .contract.holdings import tree_size
+from .observe import ask
+from .runs import Run, RunState
+
+if TYPE_CHECKING:
+    from .backends.protocol import Backend, Place
+
+
+@dataclass(frozen=True)
+class Heap:
+    """What of a run lies in one folder. ``place`` None: at home."""
+
+    where: str
+    folder: str
+    bytes: int
+    files: int
+    place: Place | None = None
+
+
+@dataclass(frozen=True)
+class Clearing:
+    """``only_there``: steps of whole checkpoints on the cluster that are not whole at home."""
+
+    run: Run
+    heaps: Sequence[Heap]
+    stays: str = ""  # where more of it lies, which is not asked to go
+    only_there: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(heap.bytes for heap in self.heaps)
+
+
+def look(backend: Backend | None, run: Run, state: RunState, *, remote: bool, local: bool) -> Clearing:
+    """What would go. Raises UsageError while the run goes on, Unreachable when that is not known.
+
+    ``local``: the cluster is this machine, and what lies there is what lies at home.
+    """
+    if state.state == "unknown" and (remote or state.handle is not None):
+        raise Unreachable(f"{run.name}: whether it still runs is not known ({state.why})")
+    if not state.ended and state.state != "unknown":
+        raise UsageError(f"{run.name} is {state.state}", hint=f"zerun cancel {run.name} first")
+    size, files = tree_size(str(run.folder))
+    heaps = [Heap("at home", str(run.folder), size, files)]
+    if local or backend is None or not remote:
+        return Clearing(run, heaps, "" if local else state.cluster)
+    for place in backend.places():
+        folder = str(RunFolder.at(place.runs, run.name).root)
+        found = backend.call(place, "remove", {"run_dir": folder, "really": False})
+        if found["files"]:
+            heaps.append(Heap(place.transport.name, folder, int(found["bytes"]), int(found["files"]), place))
+    return Clearing(run, heaps, only_there=_only_there(backend, run))
+
+
+def _only_there(backend: Backend, run: Run) -> tuple[int, ...]:
+    from .checkpoints import candidates, local_steps
+
+    answers, _ = ask(backend, [run])
+    folders = [answer["runs"].get(str(RunFolder.at(place.runs, run.name).root), {}) for place, answer in answers]
+    return tuple(sorted({c.step for c in candidates(folders) if c.whole} - set(local_steps(run.folder))))
+
+
+def clear(backend: Backend | None, clearing: Clearing) -> None:
+    """Removes it: the cluster's part first, so that what is cut can still be found from home and begun again."""
+    for heap in clearing.heaps:
+        if heap.place is not None and backend is not None:
+            backend.call(heap.place, "remove", {"run_dir": heap.folder, "really": True}, timeout_s=600.0)
+    gone = clearing.run.folder.with_name(f".removed-{clearing.run.name}")
+    clearing.run.folder.rename(gone)
+    shutil.rmtree(gone)

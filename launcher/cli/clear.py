@@ -1,0 +1,73 @@
+"""Verbs that remove: said in bytes first, done when a person (or --yes) says so."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..contract.errors import UsageError
+from . import complete, options, show
+
+if TYPE_CHECKING:
+    from ..clearing import Clearing
+
+Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN…",
+        help="Runs' ids, unique beginnings, or `last`.",
+        show_default=False,
+        autocompletion=complete.runs,
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Does not ask.")]
+
+
+def rm_verb(
+    runs: Runs,
+    remote: Annotated[bool, typer.Option("--remote", help="Also what lies on the run's cluster.")] = False,
+    yes: Yes = False,
+) -> None:
+    """Removes runs that have ended: their logs, metrics and checkpoints at home, with --remote on the cluster too.
+
+    Says first where how many bytes lie, and asks; off a terminal --yes is needed.
+    """
+    app = options.open_app()
+
+    def sure(clearing: Clearing) -> bool:
+        for line in clearing_lines(clearing):
+            show.note(line)
+        return confirmed(f"remove {show.num_bytes(clearing.bytes)}?", yes)
+
+    for name in [app.resolve(run) for run in runs]:
+        gone = app.remove(name, remote=remote, sure=sure)
+        if gone is None:
+            show.note(f"{name} stays")
+            continue
+        show.data(f"{name}  removed, {show.num_bytes(gone.bytes)} free again")
+
+
+def clearing_lines(clearing: Clearing) -> list[str]:
+    lines = []
+    for heap in clearing.heaps:
+        size = f"{show.num_bytes(heap.bytes)} in {show.count(heap.files, 'file')}"
+        lines.append(f"{clearing.run.name}  {size}, {heap.where}: {heap.folder}")
+    if clearing.only_there:
+        steps = ", ".join(map(str, clearing.only_there))
+        lines.append(f"  nowhere else whole: checkpoint{'s' if len(clearing.only_there) > 1 else ''} at step {steps}")
+    if clearing.stays:
+        lines.append(f"  what lies on {clearing.stays} stays (--remote removes it too)")
+    return lines
+
+
+def confirmed(question: str, yes: bool) -> bool:
+    """Raises UsageError where nobody can be asked: what removes must never be answered by a closed stdin."""
+    if yes:
+        return True
+    if not (sys.stdin is not None and sys.stdin.isatty()):
+        raise UsageError(f"{question} nobody can be asked here", hint="--yes says so beforehand")
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
