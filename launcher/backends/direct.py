@@ -207,6 +207,12 @@ class DirectBackend:
             hint=f"zerun cancel {run} again, once they can be reached",
         )
 
+    def pairs(self, run: str, num_nodes: int) -> list[dict[str, Any]]:
+        """Whether the first ``num_nodes`` reach each other (backends.reach)."""
+        from .reach import pairs
+
+        return pairs(self._cluster, run, self._cluster.node_list[:num_nodes], self._at, self._caller)
+
     def check(self) -> Sequence[Finding]:
         from .check import check_direct
 

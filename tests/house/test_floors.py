@@ -17,6 +17,7 @@ FLOORS = {
     "attempts": 5,
     "starting": 5,
     "measured": 5,
+    "network_check": 5,
     "compare": 6,
     "simulation": 5,
     "runs": 5,
