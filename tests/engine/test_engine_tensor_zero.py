@@ -40,7 +40,7 @@ def _engine(ranks: Ranks, stage: int, dtype: torch.dtype = torch.float64, **more
     bucket = more.pop("bucket", 3000)
     return ZeroEngine(
         build if more.pop("deferred", False) else build(),
-        EngineConfig(Zero(stage, bucket), more.pop("optimizer", OPTIMIZER), **more),
+        EngineConfig(Zero(stage, bucket, replicas=ranks.replica.size), more.pop("optimizer", OPTIMIZER), **more),
         ranks=ranks,
     )
 
@@ -94,8 +94,10 @@ def _undistributed(steps: list[Tensor], parts: int, dtype: torch.dtype) -> tuple
     return losses, norms, states
 
 
-def _parity(rank: int, world: int, dtype: torch.dtype, count: int, bounds: tuple[float, float]) -> None:
-    ranks = Ranks.connect(2)
+def _parity(
+    rank: int, world: int, dtype: torch.dtype, count: int, bounds: tuple[float, float], replicas: int = 1
+) -> None:
+    ranks = Ranks.connect(2, replicas=replicas)
     steps = batches(count, 4, 37)
     losses, norms, states = _undistributed(steps, ranks.data.size, dtype)
     bits = set()
@@ -120,6 +122,11 @@ def _parity(rank: int, world: int, dtype: torch.dtype, count: int, bounds: tuple
 @pytest.mark.parametrize("world", [2, 4])
 def test_float64_equals_undistributed_after_every_step(world: int) -> None:
     run_ranks(world, _parity, torch.float64, 6, (1e-12, 1e-12))
+
+
+@pytest.mark.full
+def test_float64_on_two_replicas_of_two_data_and_two_tensor_ranks() -> None:
+    run_ranks(8, _parity, torch.float64, 3, (1e-12, 1e-12), 2)
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from launcher.contract.train import GPT, AdamW, Zero
 from launcher.engine.comm import Alone
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT as Model
+from launcher.engine.loop import traffic_of
 from launcher.engine.zero import ZeroEngine
 
 
@@ -68,7 +69,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Two steps; of the second: peaks of forward with backward and of the update, and what the engine says itself."""
     config = GPT(**case["model"])
     settings = EngineConfig(
-        Zero(case["stage"], case["bucket"]), AdamW(1e-3, clip=1.0), accumulation=case["accumulation"]
+        Zero(case["stage"], case["bucket"], **case.get("zero", {})),
+        AdamW(1e-3, clip=1.0),
+        accumulation=case["accumulation"],
     )
     torch.manual_seed(1)
     with Storages() as storages:
@@ -76,7 +79,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         engine = ZeroEngine(model, settings, comm=Alone() if case["world"] == 1 else None)
         found: dict[str, Any] = {}
         for _ in range(2):
-            before = (engine.comm.traffic.sent_bytes, engine.comm.traffic.volume_elements)
+            before = traffic_of(engine.ranks)
             storages.peak = storages.total
             for _ in range(case["accumulation"]):
                 tokens = torch.randint(0, config.vocab, (case["micro"], config.seq_len + 1))
@@ -87,9 +90,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             storages.peak = storages.total
             engine.step()
             found["update"] = storages.peak
-        traffic = engine.comm.traffic
-        found["sent_bytes"] = traffic.sent_bytes - before[0]
-        found["volume_elements"] = traffic.volume_elements - before[1]
+        sent = {name: count - before[name] for name, count in traffic_of(engine.ranks).items()}
+        found["sent"] = sent
+        found["sent_bytes"] = sum(count for name, count in sent.items() if name.endswith("sent_bytes"))
+        found["volume_elements"] = sum(count for name, count in sent.items() if name.endswith("volume_elements"))
         found["memory"] = engine.memory()
         found["parameters"] = sum(p.numel() for p in model.parameters())
     return found
