@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .attempts import Attempts, Source, keep_code, made_of, not_known, one_folder, remembered, take_attempt
+from .beforehand import Again, ask_first
 from .bundles import Bundle, runtime_bundle
 from .choice import tag_names
 from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Unreachable, UsageError, ZerunError
@@ -26,6 +27,7 @@ from .runs import Run, RunState, RunStore
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Finding, Handle
     from .checkpoints import Candidate, Collected, Report
+    from .execute import Sink
     from .clearing import Clearing
     from .datasets import Pushed
     from .elsewhere import OnCluster
@@ -203,15 +205,16 @@ class App:
             about["data"] = to_plain(data)
             device_kind = loaded_cluster.device_of(plan.nodes[0].name).kind
             waiting = (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
+            source = Source(loaded_job, loaded_cluster, plan, code, data=data)
+            told = ask_first(self.attempts, backend, source, run_name, force=force)
             run = self.store.create(run_name, about)
             keep_code(run, code)
-            source = Source(loaded_job, loaded_cluster, plan, code, data=data)
             with run.making():
                 run, handle, attempt = start_first(self.attempts, backend, run, source, secret_values, waiting)
                 moved = "" if loaded_cluster.local else "sent" if backend.sent(code.name) else "already there"
         finally:
             backend.close()
-        return Submitted(run.name, attempt, handle, (code.sentence(moved), *code.notes, *plan.remarks))
+        return Submitted(run.name, attempt, handle, (code.sentence(moved), *code.notes, *plan.remarks, *told))
 
     # --- watch ------------------------------------------------------------------------------------
 
@@ -314,6 +317,18 @@ class App:
             yield from stream(
                 backend, loaded.name, loaded.attempt, selection, follow=follow, notice=notice or (lambda _: None)
             )
+        finally:
+            backend.close()
+
+    def execute(self, run: str, argv: Sequence[str], *, node: str | None, rank: int | None, sink: Sink) -> int:
+        """Runs a command beside the ranks of a run that runs; its output goes to ``sink``, its status is returned."""
+        from .execute import execute
+
+        loaded = self.store.load(self.resolve(run))
+        backend = self.attempts.open_for(loaded)
+        try:
+            state = self.attempts.look(backend, [loaded])[0]
+            return execute(backend, self.store.load(loaded.name), state, argv, (node, rank), sink)
         finally:
             backend.close()
 
@@ -435,6 +450,8 @@ class App:
             code_name = str(loaded.about["code"]["name"])
             data = datasets.check_again(backend, job, cluster, plan, loaded.about.get("data", ()))
             source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)), assigned, data)
+            again = Again(attempt, sum(candidate.whole for candidate in found))
+            notes += [*plan.remarks, *ask_first(self.attempts, backend, source, loaded.name, again=again)]
             with loaded.making():
                 loaded = self.store.load(loaded.name)
                 take_attempt(loaded, attempt)

@@ -26,6 +26,7 @@ _JSON_VERBS = {
     "digest": ".digest",
     "digests": ".own_files",
     "probe": ".probe",
+    "left": ".quota",
     "expand": ".expand",
     "runs": ".listing",
     "remove": ".removal",
@@ -55,6 +56,8 @@ def main(argv: Optional[List[str]] = None) -> int:
             return int(importlib.import_module(".pull", __package__).serve(_request(), sys.stdout.buffer))
         if verb == "listen":
             return int(importlib.import_module(".reach", __package__).listen(_request(), sys.stdout.buffer))
+        if verb == "exec":
+            return int(importlib.import_module(".execute", __package__).execute(_request(), sys.stdout.buffer))
         if verb == "allreduce":
             return _allreduce()
         if verb not in _JSON_VERBS:

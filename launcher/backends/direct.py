@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,6 +83,9 @@ class DirectBackend:
     def submit(self, submission: Submission) -> Handle:
         names = [node.name for node in submission.launch.nodes]
         unknown = sorted(set(names) - set(self._nodes))
+    def would_start(self, script: bytes) -> str | None:
+        return None  # nobody queues: at once
+
         if unknown:
             raise UsageError(f"cluster {self._cluster.name} has no node {unknown[0]!r}")
         run_dir = submission.launch.run_dir
@@ -210,6 +214,10 @@ class DirectBackend:
     def pairs(self, run: str, num_nodes: int) -> list[dict[str, Any]]:
         """Whether the first ``num_nodes`` reach each other (backends.reach)."""
         from .reach import pairs
+    def execute(self, handle: Handle, node: str, request: Mapping[str, Any]) -> Stream:
+        at = self._at(node)
+        return at.stream(self._caller.argv(at, "exec"), stdin=json.dumps(request).encode())
+
 
         return pairs(self._cluster, run, self._cluster.node_list[:num_nodes], self._at, self._caller)
 

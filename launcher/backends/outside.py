@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..contract.errors import UsageError
-from ..transports.protocol import Result, Transport
+from ..transports.protocol import Result, Stream, Transport
 
 _CLEAN = (
     "for v in $(env | sed -n"
@@ -12,9 +12,14 @@ _CLEAN = (
 )
 
 
-def ask(login: Transport, *argv: str, timeout_s: float = 60.0) -> Result:
+def stream(login: Transport, *argv: str, stdin: bytes = b"") -> Stream:
+    """One command on the login side whose output is read as it comes."""
+    return login.stream(["/bin/sh", "-c", _CLEAN, "slurm", *argv], stdin=stdin)
+
+
+def ask(login: Transport, *argv: str, stdin: bytes = b"", timeout_s: float = 60.0) -> Result:
     """One command on the login side. Raises UsageError where it is not installed."""
-    done = login.run(["/bin/sh", "-c", _CLEAN, "slurm", *argv], timeout_s=timeout_s)
+    done = login.run(["/bin/sh", "-c", _CLEAN, "slurm", *argv], stdin=stdin, timeout_s=timeout_s)
     if done.returncode in (126, 127):
         raise UsageError(f"{login.name}: {argv[0]} is not there", hint="is it the login node of a Slurm cluster?")
     return done

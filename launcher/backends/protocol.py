@@ -107,6 +107,11 @@ class Backend(Protocol):
     def submit(self, submission: Submission) -> Handle:
         """Starts the attempt, or adopts it when it finds that an earlier call already did."""
 
+    def would_start(self, script: bytes) -> str | None:
+        """When and where the scheduler would start ``script``, in a sentence; None where nothing queues.
+
+        Raises UsageError with the scheduler's own words when it refuses the job, Unreachable."""
+
     def find(self, name: str, run: str, attempt: int) -> Handle | None:
         """The handle of a submission whose answer was lost; None when nothing of the name is there."""
 
@@ -118,5 +123,8 @@ class Backend(Protocol):
 
     def check(self) -> Sequence[Finding]:
         """Reaches every node in parallel."""
+
+    def execute(self, handle: Handle, node: str, request: Mapping[str, Any]) -> Stream:
+        """The agent's ``exec`` verb on a node of a job that runs: a command beside its ranks."""
 
     def close(self) -> None: ...

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..contract.errors import Busy, Unreachable, UsageError
+from ..contract.errors import Busy, Unreachable
 from ..contract.folder import RunFolder
 from ..contract.launch import Node
 from ..specs import nodelist
 from ..transports.open import Connector
 from ..transports.protocol import Result, Stream, Transport
 from .calls import Caller, attempt_files
+from .expected import would_start
+from .outside import ask, words
 from .protocol import Finding, Handle, Place, Poll, Submission
 from .states import state_of, why_queued
 
@@ -21,10 +24,6 @@ if TYPE_CHECKING:
 
 _SEP = "\x1f"  # `|` is legal in job names and reasons
 _GONE_S = 60.0  # scancel ends steps at once; what ignores SIGTERM is killed after Slurm's KillWait
-_CLEAN = (
-    "for v in $(env | sed -n 's/^\\(\\(SLURM\\|SBATCH\\|SQUEUE\\|SACCT\\|SCANCEL\\)_[A-Z0-9_]*\\)=.*/\\1/p'); do"
-    ' [ "$v" = SLURM_CONF ] || unset "$v"; done; exec "$@"'
-)
 
 
 class SlurmBackend:
@@ -54,23 +53,24 @@ class SlurmBackend:
     def tail(self, place: Place, request: Mapping[str, Any]) -> Stream:
         return self._caller.tail(place.transport, request)
 
+    def serve(self, place: Place, request: Mapping[str, Any]) -> Stream:
+        return self._caller.tail(place.transport, request, "serve")
+
     @property
     def _login(self) -> Transport:
         return self._connector.transport()
 
     def _slurm(self, *argv: str, timeout_s: float = 60.0) -> Result:
         """One of Slurm's commands on the login side, deaf to SLURM_* and the like of an outer job."""
-        done = self._login.run(["/bin/sh", "-c", _CLEAN, "slurm", *argv], timeout_s=timeout_s)
-        if done.returncode in (126, 127):
-            raise UsageError(
-                f"{self._login.name}: {argv[0]} is not there", hint="is it the login node of a Slurm cluster?"
-            )
-        return done
+        return ask(self._login, *argv, timeout_s=timeout_s)
 
     # --- start ------------------------------------------------------------------------------------
 
     def busy(self, nodes: Sequence[Node], device_kind: str) -> Busy | None:
         return None  # Slurm queues
+
+    def would_start(self, script: bytes) -> str | None:
+        return would_start(self._cluster, self._login, script)
 
     def submit(self, submission: Submission) -> Handle:
         login = self._login
@@ -93,7 +93,7 @@ class SlurmBackend:
             return Handle("slurm", {"job": kept.stdout.decode().strip(), "name": name})
         queued = self._slurm("squeue", "-h", "-t", "all", "-o", "%A", "--name", name)
         if queued.returncode:
-            raise Unreachable(f"{self._login.name}: squeue: {_words(queued.stderr)}")
+            raise Unreachable(f"{self._login.name}: squeue: {words(queued.stderr)}")
         ids = [int(w) for w in queued.stdout.split() if w.isdigit()]
         if not ids:
             past = self._slurm("sacct", "-X", "-n", "-P", "-o", "JobIDRaw", "--name", name, "-S", "now-90days")
@@ -121,7 +121,7 @@ class SlurmBackend:
         if done.returncode:
             if b"Invalid job id" in done.stderr:  # what it says when it knows none of them
                 return {}
-            raise Unreachable(f"{self._login.name}: squeue: {_words(done.stderr)}")
+            raise Unreachable(f"{self._login.name}: squeue: {words(done.stderr)}")
         known = {}
         for line in done.stdout.decode("utf-8", "replace").splitlines():
             fields = line.split(_SEP)
@@ -147,7 +147,7 @@ class SlurmBackend:
         job = str(handle.data["job"])
         done = self._slurm("scancel", job)
         if done.returncode and b"Invalid job id" not in done.stderr and b"already complet" not in done.stderr.lower():
-            raise Unreachable(f"{self._login.name}: scancel {job}: {_words(done.stderr)}")
+            raise Unreachable(f"{self._login.name}: scancel {job}: {words(done.stderr)}")
         # A job that never started has no agent to delete them. An adopted one does not say where they are.
         secrets = handle.data.get("secrets_file") or f"{self._caller.ready(self._login)}/.secrets/{run}.json"
         self._login.run(["rm", "-f", "--", str(secrets)])
@@ -163,6 +163,15 @@ class SlurmBackend:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 2.0)
+
+    def execute(self, handle: Handle, node: str, request: Mapping[str, Any]) -> Stream:
+        """A step that shares everything with the job's own; srun hands stdin and stdout on."""
+        from .outside import stream
+
+        argv = self._caller.argv(self._login, "exec")
+        step = ["srun", f"--jobid={handle.data['job']}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+        step += ["--mpi=none", "--cpu-bind=none", "--quiet"]
+        return stream(self._login, *step, *argv, stdin=json.dumps(request).encode())
 
     # --- check ------------------------------------------------------------------------------------
 
@@ -213,8 +222,3 @@ def _nodes(text: str) -> tuple[str, ...]:
         return nodelist.expand(text)
     except ValueError:
         return (text,)
-
-
-def _words(stderr: bytes) -> str:
-    lines = stderr.decode("utf-8", "replace").strip().splitlines()
-    return lines[0] if lines else "no answer"

@@ -56,6 +56,10 @@ def _head_lines(plan: Plan) -> list[str]:
         lines.append(f"steps    {plan.train.steps}, precision {plan.train.precision}")
     if plan.time_s is not None:
         lines.append(f"time     at most {show.duration(plan.time_s)}")
+    if plan.disk is not None:
+        from ..planning.disk import sentence
+
+        lines.append(f"disk     {sentence(plan.disk)}")
     lines += [f"note     {remark}" for remark in plan.remarks]
     return lines + [f"refused  when submitted: {refusal}" for refusal in plan.not_built]
 

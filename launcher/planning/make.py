@@ -9,6 +9,7 @@ from typing import TypeVar
 from ..contract import train
 from ..contract.errors import UsageError
 from ..contract.launch import Program
+from ..contract.partition import Layout
 from ..contract.topology import Topology
 from ..specs.models import Checkpoint, Cluster, Data, FactoryModel, GptModel, Job, Optimizer
 from . import batch as batches
@@ -18,7 +19,7 @@ from .devices import check_precision, device_bytes, not_built
 from .memory import PRECISION_BYTES, Elements, element_bytes, plan_state, state_table
 from .partitioned import check_zero, layout_of, zero_of
 from .place import SlotsWish, choose_nodes, pool_remarks
-from .plan import Plan, StatePlan, TableRow
+from .plan import Disk, Plan, StatePlan, TableRow
 from .reasons import CannotPlan, Reason
 from .step import Step, step_lines
 
@@ -118,6 +119,7 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
         plan,
         step=lines,
         traffic=traffic,
+        disk=_disk(job, step.layout, topology),
         bounds=bounds(traffic, cluster, flops=flops, world_size=topology.world_size, precision=job.precision),
         judgement=verdict.judge(state, lines),
     )
@@ -125,6 +127,12 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
 
 def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> tuple[TableRow, ...]:
     """State of every stage at other world sizes, from the job's own partition."""
+def _disk(job: Job, layout: Layout, topology: Topology) -> Disk:
+    moments = _moments(_need(job, job.optimizer, "optimizer"))
+    steps = _need(job, job.steps, "steps")
+    return disk_of(Elements.of_layout(layout), moments, job.checkpoint, steps=steps, ranks=topology.world_size)
+
+
     if not isinstance(job.model, GptModel) or job.zero is None or job.optimizer is None:
         raise UsageError(f"job {job.name}: a table needs a model whose parameters are counted here")
     each = element_bytes(job.precision, job.zero.gradient_dtype, _moments(job.optimizer))

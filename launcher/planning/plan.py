@@ -135,6 +135,29 @@ class Judgement:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """``checkpoint_bytes`` of one, all ranks together; ``at_once`` how many may lie there together (the newest that
+    are kept, and the one being written), None when that depends on how long steps take."""
+
+    checkpoint_bytes: int
+    at_once: int | None
+    kept: int | None
+    ranks: int
+
+    @property
+    def most_bytes(self) -> int:
+        """What has to be there; of a number that is not known, two: one, and the next that is being written."""
+        return self.checkpoint_bytes * (self.at_once or 2)
+
+    @property
+    def most_files(self) -> int:
+        """Files and folders of the whole run, about: shards, manifests and folders; a rank's log, its arrival times and
+        metrics; journal, records and code."""
+        each = self.ranks + 3
+        return each * (self.at_once or 2) + self.ranks * 3 + 40
+
+
+@dataclass(frozen=True)
 class Plan:
     """``nodes`` have empty names under Slurm, which chooses them."""
 
@@ -153,6 +176,7 @@ class Plan:
     traffic: tuple[Traffic, ...] | None = None  # None likewise; empty on one rank
     bounds: Bounds | None = None
     judgement: Judgement = Judgement("cannot be said", "the step is not planned")
+    disk: Disk | None = None  # what checkpoints take; None where nobody knows the model's shapes
     pool: str | None = None  # the cluster's pool that it is planned for, where there are pools
     remarks: tuple[str, ...] = ()  # what a person should read before walking away, a line each
     simulation: Simulation | None = None  # of one rank's step; ``step`` then tells what it held

@@ -58,6 +58,9 @@ def told_plan(plan: Plan) -> dict[str, Any]:
         "because": judgement.because,
         "try": " ".join(judgement.best) or None,
         "tried": to_plain(judgement.tried),
+        "checkpoint_bytes": plan.disk.checkpoint_bytes if plan.disk else None,
+        "checkpoints_at_once": plan.disk.at_once if plan.disk else None,
+        "disk_bytes": plan.disk.most_bytes if plan.disk else None,
         "not_built": list(plan.not_built),
         "remarks": list(plan.remarks),
     }

@@ -128,24 +128,22 @@ def test_a_job_over_its_time_limit(slurm: Site, leftovers: Callable[[str], list[
     assert leftovers(run) == []
 
 
-def test_a_partition_that_can_never_start_it(slurm: Site) -> None:
+def test_what_slurm_refuses_is_told_in_its_own_words_and_leaves_nothing(slurm: Site, testbed: Any) -> None:
+    """Also what sbatch would queue for ever: more nodes than the partition allows."""
     slurm.write("script.py", "pass\n")
     slurm.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=2, time="1", python="python3", more=""))
-    tiny = ("--set", "cluster.slurm.partition=tiny")
-    run = slurm.zerun("submit", "jobs/p.yaml", "--cluster", "uni", *tiny).stdout.strip()
-    slurm.zerun("wait", run, "--timeout", "2", code=10)
-    state = slurm.json("status", run)
-    assert state["state"] == "queued" and state["why"]
-    slurm.zerun("cancel", run, code=None)
-    assert slurm.json("status", run)["state"] == "cancelled"
-
-
-def test_what_slurm_refuses_is_told_in_its_own_words(slurm: Site) -> None:
-    slurm.write("script.py", "pass\n")
-    slurm.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="1", python="python3", more=""))
-    done = slurm.zerun("submit", "jobs/p.yaml", "--cluster", "uni", "--set", "cluster.slurm.account=nobody", code=None)
-    assert done.returncode not in (0, 10) and "account" in done.stderr.lower()
-    assert slurm.json("ls")[-1]["state"] == "failed"
+    for wrong, words in (("account=nobody", "Invalid account"), ("partition=tiny", "configuration is not available")):
+        done = slurm.zerun("submit", "jobs/p.yaml", "--cluster", "uni", "--set", f"cluster.slurm.{wrong}", code=2)
+        assert "Slurm refuses the job" in done.stderr and words in done.stderr
+    assert slurm.json("ls") == [] and not list((testbed.home() / "zerun").glob("p-*"))
+    testbed.exec("login", ["scontrol", "update", "nodename=node04", "state=drain", "reason=test"], user=None)
+    try:
+        four = slurm.zerun("submit", "jobs/p.yaml", "--cluster", "uni", "--set", "nodes=4")
+        assert "down or drained now: node04" in four.stderr, "it may wait for them: no refusal"
+        slurm.zerun("cancel", four.stdout.strip(), code=None)
+        assert slurm.json("status", four.stdout.strip())["state"] == "cancelled"
+    finally:
+        testbed.exec("login", ["scontrol", "update", "nodename=node04", "state=resume"], user=None)
 
 
 def test_the_cluster_is_checked(slurm: Site) -> None:
