@@ -196,7 +196,7 @@ class _Base:
             return value.unsqueeze(0)
         everyone = value.new_empty((self.size, *value.shape))
         self.traffic.control_bytes += value.numel() * value.element_size() * (self.size - 1)
-        # Kept until the next: gloo's threads let go of them some time after, and what a step holds must not hang on that.
+        # Kept until the next: a thread of gloo lets go of them some time after, which would show in a step's peak.
         self._last_small = value, everyone
         # Into one tensor: a list would be a view a rank.
         self._blocking(what, lambda: _all_gather()(everyone, value.unsqueeze(0), group=self.group))

@@ -322,7 +322,7 @@ class ZeroEngine:
         missing = [at for at, key in enumerate(names) if key not in self.flow.touched]
         # Whether any rank lacks anything is agreed first: that is one byte in the usual case.
         lacking = torch.tensor([len(missing) > 0], dtype=torch.uint8, device=self.device)
-        if not bool(self.comm.gather_small(lacking, "unused parameters").any()):
+        if not bool(self.comm.gather_small(lacking, "unused parameters").ne(0).any()):
             yield
             return
         flags += 1
