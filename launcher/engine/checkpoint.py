@@ -7,20 +7,24 @@ ranks, and reads no others.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..contract.damage import is_note, note_damage
 from ..contract.errors import UsageError, VerificationFailed
-from ..contract.folder import CheckpointFolder, step_of
+from ..contract.folder import CheckpointFolder, rank_of, step_of
+from ..contract.holdings import read_shards
+from ..contract.lineage import left_behind, resumed_from
 from ..contract.manifest import FORMAT, Manifest, ShardFile
 from ..contract.partition import Copy
 from ..contract.plain import PlainError, from_plain, to_plain, write_atomically
@@ -48,6 +52,7 @@ class About:
     model: dict[str, Any] | None = None
     data_state: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    shared: bool = True  # one filesystem for all nodes
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -56,54 +61,87 @@ def step_folder(folder: Path, step: int) -> Path:
 
 @torch.no_grad()
 def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
-    """Writes ``folder/step-N`` by all ranks together; returns it once its manifest is there.
-
-    A checkpoint of this step that is whole already is left as it is.
-    """
-    target = step_folder(folder, step)
-    target.mkdir(parents=True, exist_ok=True)
-    world = engine.ranks.world
-    rank = world.rank
-    shard = None
-    if engine.ranks.replica.rank == 0:  # the others hold the same
-        shard = shardfile.write(
-            Path(CheckpointFolder(PurePosixPath(target)).shard(rank)),
-            _entries(engine),
-            rank=rank,
-            node=about.node or socket.gethostname(),
-        )
-    row = json.dumps({"shard": to_plain(shard), "time": time.time(), "data_state": about.data_state}).encode()
-    rows = [json.loads(r) for r in gather_bytes(world, row, "checkpoint digests", engine.device)]
-    if rank == 0 if about.writes_manifest is None else about.writes_manifest:
-        manifest = Manifest(
-            format=FORMAT,
-            run=about.run,
-            attempt=about.attempt,
-            step=step,
-            samples=about.samples,
-            global_batch=about.global_batch,
-            seed=about.seed,
-            layout=engine.layout,
-            shards=tuple(from_plain(ShardFile, r["shard"]) for r in rows if r["shard"] is not None),
-            scalars={
-                "optimizer": engine.optimizer.name,
-                "optimizer_updates": engine.optimizer.updates,
-                "optimizer_scalars": engine.optimizer.scalars(),
-                "loss_scale": engine.loss_scale.value,
-                "loss_scale_good_steps": engine.loss_scale.good_steps,
-            },
-            buffers=tuple(name for name, _ in persistent_buffers(engine.model)),
-            model=about.model,
-            data_state=rows[0]["data_state"],  # one for all who write a manifest
-            extra=about.extra or None,
-            written_at=rows[0]["time"],
-        )
-        write_atomically(target / "manifest.json", manifest.to_bytes(), durable=True)
-    barrier(world, "checkpoint written", engine.device)
+    """Writes ``folder/step-N`` by all ranks together; returns it once its manifest is there."""
+    target = begin(engine, folder, step, about)
+    shard = write_shard(engine, target, entries_of(engine), about) if writes_shard(engine) else None
+    publish(engine, target, draft(engine, step, about), about, shard)
+    barrier(engine.ranks.world, "checkpoint written", engine.device)
     return target
 
 
-def _entries(engine: ZeroEngine) -> list[shardfile.Entry]:
+def begin(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
+    """The folder for the shards. A checkpoint of this step that another attempt left there is none from now on: what
+    is half of one and half of the other must not look whole."""
+    target = step_folder(folder, step)
+    target.mkdir(parents=True, exist_ok=True)
+    if _writes_manifest(engine, about):
+        (target / "manifest.json").unlink(missing_ok=True)
+    barrier(engine.ranks.world, "checkpoint begun", engine.device)
+    return target
+
+
+def writes_shard(engine: ZeroEngine) -> bool:
+    """Replicas hold the same: the first of them saves it."""
+    return engine.ranks.replica.rank == 0
+
+
+def _writes_manifest(engine: ZeroEngine, about: About) -> bool:
+    return engine.ranks.world.rank == 0 if about.writes_manifest is None else about.writes_manifest
+
+
+def write_shard(engine: ZeroEngine, target: Path, entries: Sequence[shardfile.Entry], about: About) -> ShardFile:
+    rank = engine.ranks.world.rank
+    path = Path(CheckpointFolder(PurePosixPath(target)).shard(rank))
+    return shardfile.write(path, entries, rank=rank, node=about.node or socket.gethostname())
+
+
+def draft(engine: ZeroEngine, step: int, about: About) -> Manifest:
+    """The manifest as far as it is known when the state is taken: without shards."""
+    return Manifest(
+        format=FORMAT,
+        run=about.run,
+        attempt=about.attempt,
+        step=step,
+        samples=about.samples,
+        global_batch=about.global_batch,
+        seed=about.seed,
+        layout=engine.layout,
+        shards=(),
+        scalars={
+            "optimizer": engine.optimizer.name,
+            "optimizer_updates": engine.optimizer.updates,
+            "optimizer_scalars": engine.optimizer.scalars(),
+            "loss_scale": engine.loss_scale.value,
+            "loss_scale_good_steps": engine.loss_scale.good_steps,
+        },
+        buffers=tuple(name for name, _ in persistent_buffers(engine.model)),
+        model=about.model,
+        data_state=about.data_state,
+        extra=about.extra or None,
+        written_at=time.time(),
+    )
+
+
+def publish(engine: ZeroEngine, target: Path, manifest: Manifest, about: About, shard: ShardFile | None) -> None:
+    """Makes a checkpoint of shards that are all durable: every rank calls it, the manifest comes last."""
+    row = {"shard": to_plain(shard), "time": manifest.written_at, "data_state": manifest.data_state}
+    gathered = gather_bytes(engine.ranks.world, json.dumps(row).encode(), "checkpoint digests", engine.device)
+    if not _writes_manifest(engine, about):
+        return
+    rows = [json.loads(r) for r in gathered]
+    shards = tuple(from_plain(ShardFile, r["shard"]) for r in rows if r["shard"] is not None)
+    here = {s.file for s in shards if about.shared or s.node == about.node}
+    for file in target.iterdir():
+        # Of an attempt that had other ranks, or was killed while it wrote.
+        if file.name not in here and (rank_of(file.name.lstrip(".")) is not None or is_note(file.name)):
+            file.unlink(missing_ok=True)
+    # One time and one state of the data for all who write a manifest: ranks compare them.
+    manifest = replace(manifest, shards=shards, data_state=rows[0]["data_state"], written_at=rows[0]["time"])
+    write_atomically(target / "manifest.json", manifest.to_bytes(), durable=True)
+
+
+def entries_of(engine: ZeroEngine) -> list[shardfile.Entry]:
+    """What this rank's shard holds, as views of what it owns."""
     entries = []
     for flat in engine.units:
         if not flat.unit.split and engine.ranks.tensor.rank:
@@ -130,11 +168,28 @@ def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def newest(folder: Path) -> int | None:
-    """The step of the newest checkpoint below ``folder`` that has a manifest."""
+    """The step of the newest checkpoint below ``folder`` that has a manifest, on the line that the run is on."""
+    steps = with_manifest(folder)
+    return max(steps[0] or steps[1], default=None)
+
+
+def with_manifest(folder: Path) -> tuple[list[int], list[int]]:
+    """The steps of checkpoints below ``folder``, rising: those on the line, and those that a resume left behind."""
     if not folder.is_dir():
-        return None
-    steps = [step_of(p.name) for p in folder.iterdir() if (p / "manifest.json").is_file()]
-    return max((s for s in steps if s is not None), default=None)
+        return [], []
+    found = [step_of(p.name) for p in folder.iterdir() if (p / "manifest.json").is_file()]
+    steps = sorted(s for s in found if s is not None)
+    resumed = resumed_from(str(folder.parent))
+    if len(resumed) < 2:
+        return steps, []
+    writers = {}
+    for step in steps:
+        try:
+            writers[step] = read_shards(str(step_folder(folder, step) / "manifest.json"), step)[0]
+        except (OSError, ValueError):
+            continue  # whoever loads it says what is wrong
+    behind = left_behind(writers, resumed)
+    return [s for s in steps if s not in behind], sorted(behind)
 
 
 def read_manifest(folder: Path, step: int | None) -> tuple[Path, Manifest, bytes]:
@@ -221,14 +276,23 @@ def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
     for rank in sorted({*wanted, *([0] if buffers else [])}):
         if rank not in shards:
             raise VerificationFailed(f"{target}: the manifest names no shard of rank {rank}")
-        with shardfile.Reader(target, shards[rank]) as reader:
-            for name, at, tensor in sorted(wanted.get(rank, []), key=lambda row: (reader.offset(row[0]), row[1])):
-                reader.into(name, at, tensor)
-            if rank == 0:
-                for name, buffer in buffers.items():
-                    if name not in manifest.buffers:
-                        raise UsageError(f"{target}: buffer {name} is not in the checkpoint")
-                    reader.into(f"buffer/{name}", 0, buffer)
+        try:
+            _read_shard(target, manifest, shards[rank], wanted.get(rank, []), buffers if rank == 0 else {})
+        except shardfile.DamagedBlock as error:
+            note_damage(str(target), rank, shards[rank].file, error.found)
+            raise
+
+
+def _read_shard(
+    target: Path, manifest: Manifest, shard: ShardFile, wanted: Sequence[tuple[str, int, Tensor]], buffers: Any
+) -> None:
+    with shardfile.Reader(target, shard) as reader:
+        for name, at, tensor in sorted(wanted, key=lambda row: (reader.offset(row[0]), row[1])):
+            reader.into(name, at, tensor)
+        for name, buffer in buffers.items():
+            if name not in manifest.buffers:
+                raise UsageError(f"{target}: buffer {name} is not in the checkpoint")
+            reader.into(f"buffer/{name}", 0, buffer)
 
 
 def _slices(runs: Sequence[Tensor], copy: Copy) -> Iterator[tuple[int, Tensor]]:
@@ -242,18 +306,18 @@ def _slices(runs: Sequence[Tensor], copy: Copy) -> Iterator[tuple[int, Tensor]]:
 
 
 def prune(folder: Path, keep: int) -> list[int]:
-    """Deletes all but the newest ``keep`` whole checkpoints below ``folder``; returns their steps.
+    """Deletes all but the newest ``keep`` whole checkpoints below ``folder``; returns their steps. Those that a resume
+    left behind neither count nor go.
 
     A checkpoint loses its manifest first, so that an interrupted deletion leaves none that looks whole.
     """
-    steps = sorted(
-        s for s in (step_of(p.name) for p in folder.iterdir() if (p / "manifest.json").is_file()) if s is not None
-    )
+    steps, _ = with_manifest(folder)
     gone = steps[: max(0, len(steps) - keep)]
     for step in gone:
         old = step_folder(folder, step)
         (old / "manifest.json").unlink(missing_ok=True)
         for file in sorted(old.iterdir()):
             file.unlink(missing_ok=True)
-        old.rmdir()
+        with contextlib.suppress(OSError):  # a copy that arrived just now; whoever put it there sees that all is gone
+            old.rmdir()
     return gone

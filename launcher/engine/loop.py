@@ -64,6 +64,8 @@ class Trainer:
         self.global_batch = config.batch.global_batch(self.comm.size)
         self.progress = Progress()
         self.stop_asked = False
+        self.background = self.policy.saves_in_background() if config.checkpoint.background else None
+        self._taken: int | None = None  # the step that was saved last, whole or under way
         self._saved_at = time.monotonic()
 
     def train(self) -> Outcome:
@@ -79,8 +81,10 @@ class Trainer:
             while self.progress.step < self.config.steps and not stopped:
                 stopped = self._one_step(reporter)
             self.first_steps.close()
-            if self.progress.checkpoint != self.progress.step:
+            if self._taken != self.progress.step:
                 self._save()
+            if self.background is not None:
+                self._is_whole(self.background.finish())
         trained_s = time.perf_counter() - began
         steps = self.progress.step - first_step
         tokens = steps * self.global_batch * self.batches.tokens_per_sample
@@ -118,10 +122,13 @@ class Trainer:
         info = self.policy.step()
         progress.step += 1
         progress.samples += self.global_batch
-        row = torch.tensor([loss, float(self.stop_asked), float(self._save_due())], dtype=torch.float64)
+        durable = self.background is not None and self.background.durable_here()
+        row = torch.tensor([loss, self.stop_asked, self._save_due(), durable], dtype=torch.float64)
         rows = self.world.gather_small(row.to(self.place.device), f"end of step {progress.step}").cpu()
         progress.train_loss = float(rows[:: self.config.tensor, 0].sum()) / self.comm.size
         stop, save = bool(rows[:, 1].any()), bool(rows[0, 2])
+        if self.background is not None and bool(rows[:, 3].all()):
+            self._is_whole(self.background.publish())
         reporter.step(info, time.perf_counter() - started, before)
         last = progress.step == config.steps
         if config.evaluate and (last or progress.step % config.evaluate.every == 0) and self.batches.heldout_batches:
@@ -175,7 +182,6 @@ class Trainer:
 
     def _save(self) -> None:
         spec, place = self.spec, self.place
-        writes = place.rank == 0 if spec.shared else place.local_rank == 0
         model = to_plain(self.config.gpt or self.config.factory)
         about = checkpoint.About(
             run=spec.run,
@@ -184,16 +190,34 @@ class Trainer:
             global_batch=self.global_batch,
             seed=self.config.seed,
             node=place.node,
-            writes_manifest=writes,
+            writes_manifest=self._writes_manifest,
             model=model,
             data_state=self.batches.state(self.progress.samples),
+            shared=spec.shared,
             extra={"train_loss": self.progress.train_loss, "heldout_loss": self.progress.heldout_loss},
         )
-        self.policy.save(self.checkpoints, self.progress.step, about)
-        self.progress.checkpoint = self.progress.step
+        step = self._taken = self.progress.step
         self._saved_at = time.monotonic()
-        if self.config.checkpoint.keep is not None and writes:
+        if self.background is None:
+            self.policy.save(self.checkpoints, step, about)
+            self._is_whole(step)
+            return
+        self._is_whole(self.background.finish())
+        started = time.perf_counter()
+        self.background.begin(self.checkpoints, step, about)
+        say(place, f"step {step}  copied for a checkpoint in {time.perf_counter() - started:.3f} s, written meanwhile")
+
+    def _is_whole(self, step: int | None) -> None:
+        """After the manifest of ``step`` was written."""
+        if step is None:
+            return
+        self.progress.checkpoint = step
+        if self.config.checkpoint.keep is not None and self._writes_manifest:
             checkpoint.prune(self.checkpoints, self.config.checkpoint.keep)
+
+    @property
+    def _writes_manifest(self) -> bool:
+        return self.place.rank == 0 if self.spec.shared else self.place.local_rank == 0
 
     def _resume(self) -> None:
         if self.spec.resume_step is None:
@@ -207,6 +231,7 @@ class Trainer:
                 f"{self.global_batch}",
                 hint="change batch.accumulation so that the product stays the same",
             )
+        self._taken = manifest.step
         self.batches.restore(manifest.samples, manifest.data_state)
         extra = manifest.extra or {}
         self.progress = Progress(

@@ -14,6 +14,7 @@ from ..contract.errors import UsageError
 from ..contract.manifest import Manifest
 from ..contract.train import TrainConfig
 from . import checkpoint
+from .background import Background
 from .comm import Comm
 from .ranks import Ranks
 from .weights import load_weights
@@ -34,6 +35,9 @@ class Policy(Protocol):
     def step(self) -> StepInfo: ...
 
     def save(self, folder: Path, step: int, about: checkpoint.About) -> None: ...
+
+    def saves_in_background(self) -> Background:
+        """What saves while training goes on; its copy is there from the first call on."""
 
     def load(self, folder: Path, step: int) -> Manifest: ...
 
@@ -61,6 +65,7 @@ class ZeroPolicy:
         self.backward = self.engine.backward
         self.step = self.engine.step
         self.memory = self.engine.memory
+        self.saves_in_background = self.engine.saves_in_background
 
     @property
     def lr(self) -> float:

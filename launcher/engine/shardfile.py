@@ -147,6 +147,14 @@ class _Digests:
         return self._whole.hexdigest(), tuple(self._blocks)
 
 
+class DamagedBlock(VerificationFailed):
+    """Bytes of the right size that are not those which were written; ``found`` says so of the shard."""
+
+    def __init__(self, message: str, found: str) -> None:
+        super().__init__(message, hint="resume from an older checkpoint, or bring this one from where it is whole")
+        self.found = found
+
+
 class Reader:
     """Reads ranges of a shard file; every block is verified before any byte of it is used."""
 
@@ -213,10 +221,11 @@ class Reader:
             self._file.seek(number * BLOCK_BYTES)
             data = self._file.read(BLOCK_BYTES)
             if number >= len(self.shard.blocks) or xxhash.xxh3_128_hexdigest(data) != self.shard.blocks[number]:
-                raise VerificationFailed(
+                blocks = len(self.shard.blocks)
+                raise DamagedBlock(
                     f"shard {self.path} of rank {self.shard.rank}: block {number} "
                     f"(bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + len(data)}) is damaged",
-                    hint="resume from an older checkpoint, or bring this one from where it is whole",
+                    f"is damaged: block {number} of {blocks}, found when it was read to go on from",
                 )
             self._number, self._data = number, data
         return self._data

@@ -51,7 +51,7 @@ def load_weights(engine: ZeroEngine, path: Path) -> int:
         raise UsageError(f"weights {path} are not this model's:\n{told}{more}", hint="names are those of its modules")
     with _Files(stored) as files:
         for number in range(len(engine.units)):
-            for rank in [engine.comm.rank] if engine.stage.shards_optimizer else range(engine.comm.size):
+            for rank in [engine.shard.rank] if engine.stage.shards_optimizer else range(engine.shard.size):
                 for name, first, target in _wanted(engine, number, rank):
                     files.fill(names_of(engine.layout.by_name[name], stored), first, target)
         for name, buffer in buffers.items():

@@ -30,6 +30,7 @@ from ..contract.errors import JobFailed, UsageError
 from ..contract.train import TrainConfig
 from . import checkpoint
 from .activations import make_store, recompute
+from .background import Background
 from .comm import Comm, barrier
 from .config import ConfigLike, EngineConfig
 from .deferred import NotDeferred, Recording, built_whole, record, refuse_meta
@@ -127,6 +128,7 @@ class ZeroEngine:
         self.norm = NormPlan(self.units, self.shard, self.ranks.tensor)
         self.loss_scale = LossScale.of(self.config.precision)
         self.micro_step = 0
+        self.background: Background | None = None
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._hook(number, index))  # type: ignore[no-untyped-call]
             for number, flat in enumerate(self.units)
@@ -369,7 +371,8 @@ class ZeroEngine:
 
     def memory(self) -> dict[str, int]:
         """Live bytes by kind, summed over the storages that exist now: parameters, gradients, optimizer,
-        gathered (whole parameters at stage 3), buckets, stored and host (what recomputed blocks keep)."""
+        gathered (whole parameters at stage 3), buckets, stored and host (what recomputed blocks keep), saving
+        (the copy of a save in the background)."""
         parameters = [t for u in self.units for t in ([u.full] if u.shard is None else [u.shard])]
         gathered = [u.full for u in self.units if u.shard is not None]
         gradients = [u.gradient for u in self.units if u.gradient is not None]
@@ -381,6 +384,7 @@ class ZeroEngine:
             "buckets": _storage_bytes(self.flow.storages()),
             "stored": 0 if self.store is None or self.store.host else self.store.rows.bytes,
             "host": 0 if self.store is None or not self.store.host else self.store.rows.bytes,
+            "saving": 0 if self.background is None else self.background.bytes,
         }
 
     def state_bytes(self) -> partition.StateBytes:
@@ -397,9 +401,29 @@ class ZeroEngine:
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, step: int, extra: Mapping[str, Any] | None = None) -> Path:
-        """Writes ``folder/step-N``: this rank's shard, then, once all are durable, the manifest."""
-        return checkpoint.save(self, Path(folder), step, checkpoint.About(extra=dict(extra or {})))
+    def save(
+        self, folder: str | Path, step: int, extra: Mapping[str, Any] | None = None, *, background: bool = False
+    ) -> Path:
+        """Writes ``folder/step-N``: this rank's shard, then, once all are durable, the manifest.
+
+        With ``background`` it returns when the state is copied; the manifest comes with the next save, or with
+        :meth:`finish_saving`, which has to be called before the process ends.
+        """
+        about = checkpoint.About(extra=dict(extra or {}))
+        if background:
+            return self.saves_in_background().begin(Path(folder), step, about)
+        self.finish_saving()
+        return checkpoint.save(self, Path(folder), step, about)
+
+    def saves_in_background(self) -> Background:
+        """What saves in the background; its copy is allocated at the first call."""
+        if self.background is None:
+            self.background = Background(self)
+        return self.background
+
+    def finish_saving(self) -> int | None:
+        """Waits for a save in the background; every rank calls it. Returns its step, None where none was under way."""
+        return None if self.background is None else self.background.finish()
 
     def load(self, folder: str | Path, step: int | None = None) -> tuple[int, dict[str, Any]]:
         """Reads the newest whole checkpoint below ``folder`` (or that of ``step``); returns (step, extra)."""
