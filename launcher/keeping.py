@@ -5,12 +5,14 @@ Beside :mod:`launcher.app`, and like it: returns data, prints nothing, raises ``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .checkpoints import local_steps
+from .checkpoints import Report, local_steps, verify
 from .checkpoints.convert import export_dcp, import_state
 from .checkpoints.export import Exported, Wish, export, refuse_dtype
+from .checkpoints.foreign import collected, verify_foreign
 from .contract.errors import UsageError
 from .runs import Run
 
@@ -30,6 +32,15 @@ def step_at_home(run: Run, step: int | None) -> Path:
             hint=f"zerun collect {run.name}" + (f" --checkpoint {step}" if step is not None else ""),
         )
     return Path(str(run.paths.checkpoint(chosen).root))
+
+
+def verify_at_home(run: Run, step: int | None) -> Report:
+    """Reads a checkpoint that is here whole; of a program that has its own, the one that was brought last, or the
+    newest whose name says ``step``."""
+    own = [] if local_steps(run.folder) else collected(run.folder)
+    if step is not None:
+        own = [name for name in own if re.findall("[0-9]+", name)[-1:] and int(re.findall("[0-9]+", name)[-1]) == step]
+    return verify_foreign(run.folder, own[-1]) if own else verify(step_at_home(run, step))
 
 
 def export_checkpoint(

@@ -32,7 +32,7 @@ _PROGRAM_VARIABLES = """| variable | |
 |---|---|
 | `ZERUN_RUN_DIR` | the run's folder on this node, the same at every attempt: keep checkpoints below it |
 | `ZERUN_ATTEMPT` | 1, and one more with each resume |
-| `ZERUN_RESUME_FROM` | at a resume, the folder of the checkpoint, if `ZeroEngine.save` wrote one to `$ZERUN_RUN_DIR/checkpoints` |
+| `ZERUN_RESUME_FROM` | at a resume, the checkpoint to go on from: one that `ZeroEngine.save` wrote to `$ZERUN_RUN_DIR/checkpoints`, or one of `checkpoint: {foreign: …}` |
 | `ZERUN_STOP_FILE` | a file that is there once the script ought to save and end |
 | `ZERUN_NODE` | the node's name in the description |"""
 
@@ -172,6 +172,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Job.checkpoint": ("mapping", "when checkpoints are written; without it one at the end"),
     "Job.env": (_ENV, "environment of every rank, after the cluster's"),
     "Job.secrets": ("list of names", "variables of *your* environment, given to the ranks, written nowhere else"),
+    "Job.outputs": ("list of patterns", "files of the job's own that `collect` brings, beside logs and metrics: `samples/**` begins in the working folder, `$ZERUN_RUN_DIR/out/*` in the run's. Links are passed over; of a name that several nodes have, the first node's is brought"),
     "Job.program": ("mapping", "your own script"),
     "Job.tags": ("list of names", "by which `zerun ls --tag` finds the run again"),
     "Job.cluster": ("name or path", "the default of `--cluster`"),
@@ -231,6 +232,9 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Evaluate.tokens": ("tokens", "how much held-out text"),
     "FactoryModel.weights": ("path", "safetensors that the first attempt begins with: a folder (of one file, or of several with an index) or one file; absolute on the cluster, or in the shipped code. Each rank reads its part; names and shapes must be the module's (a tied weight under any of its names, buffers where they are given); the dtype is converted. `zerun ckpt export` writes such a folder, `zerun ckpt import` makes one of a plain torch state dict"),
     "Checkpoint.background": ("`true` `false`", "training waits for a copy in host memory alone (its bytes are a line of the plan), which is written while it goes on"),
+    "Checkpoint.foreign": ("pattern", "of a `program`: each match, a folder or a file, is one of its own checkpoints; listed, collected with digests, handed back as `ZERUN_RESUME_FROM`, never loaded. The last number in its name is its step"),
+    "Checkpoint.whole_when": ("file name", "what is there once a checkpoint of the program's own is whole: inside the folder, or beside it where `{}` stands for its name (`{}.done`). Left out: a match is whole, and the program renames what it has finished"),
+    "Checkpoint.replicas": ("0 to 8", "where nothing is shared: copies of each shard on so many nodes after its own, made in the background, so that as many lost disks lose no checkpoint"),
     "Checkpoint.every": ("steps, or a duration", "`50` or `30min`"),
     "Checkpoint.keep": ("1 or more", "the newest that stay; left out: all"),
     "Program.argv": ("list", "`[python, train.py]`: an argument list, never a shell line"),

@@ -200,6 +200,8 @@ def _owned(spec: LaunchSpec, seat: Seat) -> Environment:
     }
     if spec.resume_step is not None:
         owned["ZERUN_RESUME_FROM"] = str(run.checkpoint(spec.resume_step).root)
+    elif spec.resume_from is not None:
+        owned["ZERUN_RESUME_FROM"] = str(PurePosixPath(spec.run_dir) / spec.resume_from)
     return owned
 
 

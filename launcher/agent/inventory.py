@@ -15,10 +15,12 @@ from ..contract.damage import damage_in
 from ..contract.errors import UsageError
 from ..contract.folder import rank_of, step_of
 from ..contract.holdings import checkpoints_here, identity, is_checkpoint_file, is_collected, record_digest
+from .own_files import foreign_of, outputs_of
 
 
 def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
-    """``{run_dir, checkpoint}`` → ``{files, checkpoint, outputs, foreign, rsync, identity}``; sizes in bytes, records with a ``digest``.
+    """``{run_dir, checkpoint}`` → ``{files, checkpoint, outputs, foreign, rsync, identity}``; sizes in bytes,
+    records with a ``digest``.
 
     ``checkpoint`` is ``newest`` (the newest that is whole as far as this place can tell), a step or null.
     ``identity`` tells whether this folder and another are the same one.

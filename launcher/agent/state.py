@@ -47,6 +47,7 @@ def run_state(folder: str, only: Optional[int] = None) -> Dict[str, Any]:
     return {
         "attempts": attempts,
         "checkpoints": checkpoints_here(folder),
+        "foreign": foreign_of(folder),
         "resumed": {str(k): step for k, step in resumed_from(folder).items()},
         "exists": os.path.isdir(folder),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from ..contract.holdings import identity, record_digest
 from ..contract.manifest import Manifest, ShardFile
 from ..contract.plain import sync_folder
 from ..locks import hold
+from .foreign import bring_proof, own_files
 from .found import Candidate, candidates, choose, newest_whole
 from .moving import (
     Asked,
@@ -89,15 +90,22 @@ def collect(
 
 def _collect(backend: Backend, run: str, home: Path, wanted: str | int | None, progress: Progress | None) -> Collected:
     chosen, note = _choose(backend, run, home, wanted)
-    step = None if chosen is None else chosen.step
+    own_name = chosen.name if chosen is not None else ""
+    step = None if chosen is None or own_name else chosen.step
     asked = ask_all(backend, "inventory", lambda p: {"run_dir": run_dir(p, run), "checkpoint": step})
     own = identity(str(home))
     if any(own is not None and answer.get("identity") == own for _, answer in asked.answers):
-        return _in_place(asked, run, home, step, note)
+        proven = bring_proof(backend, asked, run, home, own_name) if own_name else 0
+        return _with_own(_in_place(asked, run, home, step, note), home, own_name, proven)
 
     files, here, here_bytes = _plan_files(asked, home)
     jobs = {id(place): _Job(place, list(names), []) for place, names in files}
     num_bytes = sum(sum(names.values()) for _, names in files)
+    own_plan, own_here, own_bytes = own_files(asked, home, chosen)
+    here, here_bytes = here + own_here, here_bytes + own_bytes
+    for place, names in own_plan:
+        jobs[id(place)].files += names
+        num_bytes += sum(names.values())
     manifest, incoming = None, None
     if chosen is not None and step is not None:
         manifest, incoming = _bring_manifest(asked, run, chosen, home)
@@ -113,8 +121,9 @@ def _collect(backend: Backend, run: str, home: Path, wanted: str | int | None, p
     _move(list(jobs.values()), run, home, step, meter)
     if manifest is not None and incoming is not None and step is not None:
         _put_in_place(incoming, step_folder(home, step), manifest)
+    proven = bring_proof(backend, asked, run, home, own_name) if own_name else 0
     asked.complain(f"{size(meter.moved)} brought to {home}")
-    return Collected(
+    got = Collected(
         run=run,
         folder=str(home),
         step=step,
@@ -126,6 +135,13 @@ def _collect(backend: Backend, run: str, home: Path, wanted: str | int | None, p
         verified_shards=0 if manifest is None else len(manifest.shards),
         note=note,
     )
+    return _with_own(got, home, own_name, proven)
+
+
+def _with_own(got: Collected, home: Path, name: str, proven: int) -> Collected:
+    if not name:
+        return got
+    return replace(got, name=name, checkpoint=str(home / name), verified_shards=proven)
 
 
 def _wanted(checkpoint: str) -> str | int | None:

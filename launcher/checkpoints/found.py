@@ -33,18 +33,24 @@ class Candidate:
     attempt: int = 0
     ranks: int = 0
     where: tuple[str, ...] = ()
+    from_replicas: str = ""  # whole by copies: "node03's shards from node04's replica"
     left: str = ""
     state: Literal["whole", "damaged", "unfinished"] = "unfinished"  # damaged: it was whole when it was written
+    name: str = ""  # of a program's own: its path below the run's folder; ``step`` is the last number in it, or 0
+    written_at: float = 0.0  # of a program's own
 
     def sentence(self) -> str:
         left = f", but left behind: {self.left}" if self.left else ""
-        return f"step {self.step}: {'whole' if self.whole else self.problem}{left}"
+        copied = f" ({self.from_replicas})" if self.from_replicas else ""
+        return f"{self.name or f'step {self.step}'}: {f'whole{copied}' if self.whole else self.problem}{left}"
 
 
 def candidates(about: Sequence[Mapping[str, Any]], home: Path | None = None) -> list[Candidate]:
     """Every checkpoint, oldest first. ``about``: each place's answer about this run (the ``state`` verb's
     ``runs[D]``); ``home``: the run's folder here. Where nothing is shared its shards count too, because they can
     be staged to a node; what a shared scratch disk has lost is lost to the ranks."""
+    from .foreign import foreign_candidates
+
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for answer in about:
         for checkpoint in answer.get("checkpoints", ()):
@@ -58,7 +64,8 @@ def candidates(about: Sequence[Mapping[str, Any]], home: Path | None = None) -> 
     for answer in about:
         resumed.update({int(k): step for k, step in answer.get("resumed", {}).items()})
     behind = left_behind({c.step: c.attempt for c in found if c.attempt}, resumed)
-    return [replace(c, left=why_left(c.step, c.attempt, resumed)) if c.step in behind else c for c in found]
+    found = [replace(c, left=why_left(c.step, c.attempt, resumed)) if c.step in behind else c for c in found]
+    return found + foreign_candidates(about)
 
 
 def _join(step: int, parts: Sequence[Mapping[str, Any]]) -> Candidate:
@@ -93,12 +100,24 @@ def _join(step: int, parts: Sequence[Mapping[str, Any]]) -> Candidate:
         attempt=attempt,
         ranks=len(shards),
         where=tuple(dict.fromkeys(str(node) for _, node, _ in shards)),
+        from_replicas=_from_replicas(shards, mine),
     )
+
+
+def _from_replicas(shards: Sequence[tuple[int, str, int]], parts: Sequence[Mapping[str, Any]]) -> str:
+    """Whose shards lie nowhere but in copies, and whose copies those are."""
+    only: dict[tuple[str, str], None] = {}
+    for rank, node, size in shards:
+        having = [p for p in parts if p["sizes"].get(str(rank)) == size and "at_home" not in p]
+        keepers = [p.get("replicas", {}).get(str(rank)) for p in having]
+        if keepers and all(keepers):
+            only[str(node), str(keepers[0])] = None
+    return "; ".join(f"{node}'s shards from {keeper}'s replica" for node, keeper in only)
 
 
 def newest_whole(found: Sequence[Candidate]) -> Candidate | None:
     """On the line that the run is on; where none is whole there, of those that were left behind."""
-    return max((c for c in found if c.whole), key=lambda c: (not c.left, c.step), default=None)
+    return max((c for c in found if c.whole), key=lambda c: (not c.left, c.step, c.written_at), default=None)
 
 
 def choose(found: Sequence[Candidate], step: int | None = None) -> Candidate:

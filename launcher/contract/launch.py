@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Dict, Optional, Tuple
 
 from .data_files import DataFile
+from .kept import Foreign
 from .train import TrainConfig
 
 
@@ -68,6 +69,10 @@ class LaunchSpec:
     resume_step: Optional[int] = None
     stage: Tuple[DataFile, ...] = ()  # copied to node_local, once a node, before the ranks start
     reach: bool = False  # `cluster check --job` under Slurm: all pairs of nodes try each other before ranks start
+    outputs: Tuple[str, ...] = ()  # patterns of files that are collected (contract.kept)
+    foreign: Optional[Foreign] = None  # the program's own checkpoints
+    resume_from: Optional[str] = None  # one of them, relative to run_dir
+    replicas: int = 0  # copies of each shard on the nodes after its own, where nothing is shared
     job_id: Optional[str] = None  # Slurm's, filled in when the script claims the attempt
     restart_count: int = 0
     node_local: Optional[str] = None  # a folder of each node's own disk, not expanded: agent.expand does, after setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..contract.kept import Foreign
 from ..contract.launch import LaunchSpec
 from ..specs.models import Cluster, Job
 from .plan import Plan
@@ -33,7 +34,7 @@ def launch_spec(
     The job's ``env`` overlays the cluster's. A program's ``stop_grace`` is the time between the warning
     and the limit; under Slurm the limit itself is Slurm's to enforce, so ``time_s`` is for direct alone.
     """
-    program = job.program
+    program, saved = job.program, job.checkpoint
     wish = WARN_S if program is None else program.stop_grace
     return LaunchSpec(
         run=run,
@@ -61,7 +62,10 @@ def launch_spec(
         warn_s=warn_seconds(plan.time_s, wish),
         stop_signal="USR2" if program is None else program.stop_signal,
         resume_step=resume_step,
+        replicas=0 if cluster.paths.shared else job.checkpoint.replicas,
         node_local=cluster.paths.node_local,
+        outputs=job.outputs,
+        foreign=Foreign(saved.foreign, saved.whole_when) if saved.foreign is not None else None,
     )
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import model_serializer
+from pydantic import BeforeValidator, Field, model_serializer
 
-from . import units
+from ..contract.kept import pattern_problem, whole_when_problem
+from . import units, values
 from .description import Description
 from .mistakes import Mistake
 from .values import (
     Count,
     Flag,
     Seconds,
+    Whole,
     whole_or_none,
 )
+
+Pattern = Annotated[str, BeforeValidator(values.checked(pattern_problem))]
+WholeWhen = Annotated[str, BeforeValidator(values.checked(whole_when_problem))]
 
 
 def _every(value: Any) -> tuple[str, int]:
@@ -37,15 +42,20 @@ def _every(value: Any) -> tuple[str, int]:
 
 
 class Checkpoint(Description):
-    """Written ``every: 50`` (steps) or ``every: 30min``; the newest ``keep`` stay (left out: all)."""
+    """Written ``every: 50`` (steps) or ``every: 30min``; the newest ``keep`` stay (left out: all).
 
-    NOT_BUILT: ClassVar[Mapping[str, str]] = {"foreign": ""}
+    A program's own: ``foreign`` is a pattern of which each match is one, ``whole_when`` the file that makes it whole.
+    """
+
     LOADER_ONLY: ClassVar[frozenset[str]] = frozenset({"every_steps", "every_s"})
 
     every_steps: Count | None = None
     every_s: Seconds | None = None
     keep: Count | None = None
     background: Flag = False
+    replicas: Annotated[Whole, Field(le=8)] = 0  # without a shared filesystem: copies on the nodes after a shard's own
+    foreign: Pattern | None = None
+    whole_when: WholeWhen | None = None
 
     @classmethod
     def keys(cls, *, written: bool) -> list[str]:
@@ -71,8 +81,13 @@ class Checkpoint(Description):
                 yield Mistake(("every",), str(problem))
         if len({"every", "every_steps", "every_s"} & set(given)) > 1:
             yield Mistake((), "every is given twice")
+        if "whole_when" in given and "foreign" not in given:
+            yield Mistake(("whole_when",), "whole_when goes with foreign", at_key=True)
 
     @model_serializer
     def _as_written(self) -> dict[str, Any]:
         every = self.every_steps if self.every_s is None else f"{self.every_s}s"
-        return {"every": every, "keep": self.keep, "background": self.background}
+        own = {"foreign": self.foreign, "whole_when": self.whole_when}
+        if self.foreign is not None:
+            return own
+        return {"every": every, "keep": self.keep, "background": self.background, "replicas": self.replicas}

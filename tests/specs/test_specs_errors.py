@@ -107,7 +107,7 @@ activations: partitioned
 checkpoint: {every: 30 parsecs, foreign: x}
 secrets: [A, A, "x y", B]
 env: {B: 1}
-outputs: [a]
+outputs: [../a, '/x', '$ZERUN_RUN_DIR/attempts/*']
 """
 
 WRONG_JOB_ANSWER = """\
@@ -135,11 +135,13 @@ gpt.yaml:12:12: 'fp8' is not accepted; accepted: fp32, bf16, fp16
 gpt.yaml:13:16: block 4 is not there; accepted: 0 to 3
 gpt.yaml:14:14: activations: partitioned needs parallel.tensor above 1: its ranks share them
 gpt.yaml:15:21: '30 parsecs' is not accepted; accepted: a number of steps, or 90s, 30min, 2h
-gpt.yaml:15:33: 'foreign' is not built yet
+gpt.yaml:15:33: foreign goes with program: the engine saves its own
 gpt.yaml:16:14: A is named twice
 gpt.yaml:16:17: 'x y' is not a variable's name; accepted: letters, digits, '_', not beginning with a digit
 gpt.yaml:16:24: B stands under env too; a secret comes from your environment
-gpt.yaml:18:1: 'outputs' is not built yet; logs, metrics and checkpoints are collected"""
+gpt.yaml:18:11: '../a' is no pattern inside the run; accepted: samples/**, or $ZERUN_RUN_DIR/out/*.png
+gpt.yaml:18:17: '/x' is no pattern inside the run; accepted: samples/**, or $ZERUN_RUN_DIR/out/*.png
+gpt.yaml:18:23: '$ZERUN_RUN_DIR/attempts/*' begins in the run's own folder: name a folder of your own there, $ZERUN_RUN_DIR/out/*"""
 
 
 def test_every_mistake_of_a_cluster_at_once() -> None:
@@ -211,13 +213,7 @@ def test_cluster_keys_not_built_are_named(key: str) -> None:
         assert mistakes("cluster", CLUSTER + f"{key}: {value}\n")[0].startswith(f"f.yaml:4:1: {key!r} is not built yet")
 
 
-@pytest.mark.parametrize("key", sorted(Job.NOT_BUILT))
-def test_job_keys_not_built_are_named(key: str) -> None:
-    assert mistakes("job", JOB + f"{key}: [a]\n")[0].startswith(f"f.yaml:8:1: {key!r} is not built yet")
-
-
 def test_inner_keys_and_values_not_built_are_named() -> None:
-    assert "'foreign' is not built yet" in mistakes("job", JOB + "checkpoint: {foreign: {}}\n")[0]
     model = "{kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}"
     assert "'weights' is not built yet" in mistakes("job", JOB.replace(model, "{factory: a:b, weights: x}"))[0]
     said = mistakes("cluster", CLUSTER + "login: {host: h}\nssh: {via: openssh}\n")
@@ -435,3 +431,19 @@ def test_any_assignment_is_taken_or_refused(assignment: str) -> None:
         parse_text("job", JOB, "f.yaml", [assignment])
     except DescriptionError as error:
         assert error.problems
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ("{every: 5}", "3:14: 'every' does not go with program: the program decides that itself; foreign says where"),
+        ("{}", "3:1: checkpoint of a program needs foreign"),
+        ("{foreign: 'a/../*'}", "3:23: 'a/../*' is no pattern inside the run"),
+        ("{foreign: '$ZERUN_RUN_DIR/checkpoints/*'}", "3:23: '$ZERUN_RUN_DIR/checkpoints/*' begins in the run's own folder"),
+        ("{foreign: 'a/*', whole_when: a/b}", "3:42: 'a/b' is no file's name; accepted: DONE (inside)"),
+        ("{whole_when: DONE}", "3:14: whole_when goes with foreign"),
+    ],
+)  # fmt: skip
+def test_a_programs_own_checkpoints(section: str, says: str) -> None:
+    told = mistakes("job", f"name: j\nprogram: {{argv: [x]}}\ncheckpoint: {section}\n")
+    assert any(line.startswith(f"f.yaml:{says}") for line in told), told
