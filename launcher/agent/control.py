@@ -6,8 +6,8 @@ whoever does not know it is cut off, and nothing that is sent here can do more t
 
 ::
 
-    peer  → first   hello {token, node, node_rank} · beat · failed {failure, age_s} · ended · warn
-    first → peer    welcome {node} · gathered · beat · stop · verdict {failure} · end · warn
+    peer  → first   hello {token, node, node_rank, server} · beat · failed {failure, age_s} · ended · warn
+    first → peer    welcome {node} · gathered {servers} · beat · stop · verdict {failure} · end · warn
 
 ``failed`` stops everybody at once; *which* failure was first is decided a moment later, when slower
 reports are in: the death of a rank is fallout if another one's came before.
@@ -26,6 +26,7 @@ from typing import Any, Callable, Dict, List, Optional, Protocol, Sequence, Tupl
 from ..contract.plain import PlainError, from_plain, to_plain
 from ..contract.records import Failure
 from .loop import READ, WRITE, Callback, Loop
+from .replicas import read_servers
 
 BEAT_S = 2.0
 LOST_S = 10.0  # of silence: a node without power, a cable that was pulled
@@ -62,8 +63,9 @@ def first_cause(reports: Sequence[Tuple[float, Failure]]) -> Failure:
 class Events(Protocol):
     """What the agent does when the others say so."""
 
-    def gathered(self) -> None:
-        """Every node's agent has greeted. May come more than once."""
+    def gathered(self, servers: Dict[int, Dict[str, Any]]) -> None:
+        """Every node's agent has greeted; ``servers``: where each serves shards, by node rank, if it does. May come
+        more than once."""
 
     def stop_now(self, late_s: float = 0.0) -> None:
         """Some node failed ``late_s`` ago: end the ranks; why follows. May come more than once."""
@@ -328,7 +330,7 @@ class Peer:
         if kind == "welcome":
             self._welcome(message)
         elif kind == "gathered":
-            self._events.gathered()
+            self._events.gathered(read_servers(message))
         elif kind == "stop":
             late_s = message.get("late_s")
             self._events.stop_now(float(late_s) if isinstance(late_s, (int, float)) else 0.0)

@@ -25,6 +25,7 @@ from .control import (
     read_failure,
 )
 from .loop import READ, Callback, Loop
+from .replicas import Where, read_where
 
 _GREET_S = 5.0
 _SETTLE_S = 0.7  # reports of the same moment from other nodes are in by then
@@ -83,6 +84,7 @@ class Coordinator:
         self._decided = False
         self._own_ended = False
         self._gathered = False
+        self.servers: Dict[int, Optional[Where]] = {}  # by node rank
         self._finished = False
         self._leaving: Optional[Tuple[Callback, float]] = None
         self._hurried = False  # whoever cancels tells every node itself
@@ -204,6 +206,7 @@ class Coordinator:
         member.met, member.cut_at, member.heard_at = True, None, time.monotonic()
         if before is not None:
             before.close()
+        self.servers[member.node_rank] = read_where(message.get("server"))
         link.send({"kind": "welcome", "node": self._name})
         for standing in self._standing:
             link.send(standing)
@@ -212,8 +215,9 @@ class Coordinator:
     def _see_whether_all_came(self) -> None:
         if not self._gathered and all(member.met for member in self._members.values()):
             self._gathered = True
-            self._stand({"kind": "gathered"})
-            self._events.gathered()
+            servers = {rank: where for rank, where in self.servers.items() if where is not None}
+            self._stand({"kind": "gathered", "servers": {str(rank): where for rank, where in servers.items()}})
+            self._events.gathered(servers)
 
     def _hear(self, link: Link, message: Message) -> None:
         member = next((m for m in self._members.values() if m.link is link), None)

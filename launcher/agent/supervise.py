@@ -20,13 +20,13 @@ import socket
 import subprocess
 import time
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from ..contract.errors import Busy, Refused, ZerunError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.records import Announcement, Failure, ProcessId
-from . import leases, processes, rendezvous
+from . import leases, processes, rendezvous, replicas
 from .control import Council, Peer
 from .coordinator import Coordinator
 from .environment import Environment, Seat
@@ -68,7 +68,9 @@ class Agent:
         self._stopping = self._down = self._warned = self._reported = False
         self._settled = False
         self._held: Optional[leases.Held] = None
-        self._gathered = spec.nodes[0].among is None  # else no rank starts before every node's slots are held
+        # Else no rank starts before every node's slots are held, and every node serves its shards.
+        self._gathered = spec.nodes[0].among is None and not spec.replicas
+        self._replicas: Optional[replicas.Replicas] = None
         self._killing_since: Optional[float] = None
         self._started = False
 
@@ -129,6 +131,7 @@ class Agent:
         self._loop.on_signal(signal.SIGHUP, lambda: None)
         try:
             stop_signal_of(self._spec)
+            self._replicas = replicas.of_node(self._spec, self._me.node_rank, self._me.node, self._log)
             self._council = self._meet()
         except (ZerunError, OSError) as problem:
             self._alone_with(f"the rendezvous could not be opened: {problem}")
@@ -145,7 +148,8 @@ class Agent:
     def _meet(self) -> Council:
         if self._me.node_rank == 0:
             return self._host()
-        hello = {"token": self._spec.token, "node": self._me.node, "node_rank": self._me.node_rank}
+        hello: Dict[str, Any] = {"token": self._spec.token, "node": self._me.node, "node_rank": self._me.node_rank}
+        hello["server"] = self._replicas.where if self._replicas else None
         peer = Peer(self._loop, self._find_first, hello, self, self._log)
         peer.on_welcome = self._welcomed
         return peer
@@ -159,7 +163,9 @@ class Agent:
         self._log(f"announced {found.address}, ports {found.port} (ranks) and {found.control_port} (agents)")
         self._ready.say(announced=[found.address, found.port, found.control_port])
         names = [self._me.node, *(node.name for node in self._spec.nodes[1:])]
-        return Coordinator(self._loop, meeting.control, self._spec.token, names, self, self._log)
+        coordinator = Coordinator(self._loop, meeting.control, self._spec.token, names, self, self._log)
+        coordinator.servers[0] = self._replicas.where if self._replicas else None
+        return coordinator
 
     def _find_first(self) -> Optional[Tuple[str, int]]:
         if self._meeting is None:
@@ -179,9 +185,11 @@ class Agent:
         self._welcome = True
         self._start_if_ready()
 
-    def gathered(self) -> None:
+    def gathered(self, servers: Mapping[int, replicas.Where]) -> None:
         """Every node's agent is there, and holds its slots."""
         self._gathered = True
+        if self._replicas is not None:
+            self._replicas.begin(servers)
         self._start_if_ready()
 
     def _has_prepared(self, folder: Path, base: Environment) -> None:
@@ -280,7 +288,15 @@ class Agent:
             self._kill()
         elif not self._reported and all(rank.ended_well for rank in self._ranks.all):
             self._reported = True
-            self._council.ended()
+            if self._replicas is None:
+                self._council.ended()
+            else:
+                self._replicas.finish(lambda: self._loop.from_thread(self._copied))
+
+    def _copied(self) -> None:
+        if self._replicas is not None:
+            self._keeper.notes += self._replicas.problems
+        self._council.ended()
 
     def _excuse_ended(self) -> None:
         """Ranks that SIGTERM ended just before we were told of the cancel: it meant them too."""

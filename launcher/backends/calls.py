@@ -126,8 +126,8 @@ class Caller:
             raise kind(f"{transport.name}: {answer.get('error')}", hint=answer.get("hint"))
         return answer
 
-    def tail(self, transport: Transport, request: Mapping[str, Any]) -> Stream:
-        return transport.stream(self.argv(transport, "tail"), stdin=json.dumps(request).encode())
+    def tail(self, transport: Transport, request: Mapping[str, Any], verb: str = "tail") -> Stream:
+        return transport.stream(self.argv(transport, verb), stdin=json.dumps(request).encode())
 
 
 def _source() -> str:

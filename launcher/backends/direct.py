@@ -72,6 +72,9 @@ class DirectBackend:
     def tail(self, place: Place, request: Mapping[str, Any]) -> Stream:
         return self._caller.tail(place.transport, request)
 
+    def serve(self, place: Place, request: Mapping[str, Any]) -> Stream:
+        return self._caller.tail(place.transport, request, "serve")
+
     def _at(self, node: str) -> Transport:
         return self._connector.transport(node)
 
@@ -80,12 +83,12 @@ class DirectBackend:
     def busy(self, nodes: Sequence[Node], device_kind: str) -> Busy | None:
         return free.busy(lambda n: self._caller.call(self._at(n.name), "slots", free.request(n, device_kind)), nodes)
 
-    def submit(self, submission: Submission) -> Handle:
-        names = [node.name for node in submission.launch.nodes]
-        unknown = sorted(set(names) - set(self._nodes))
     def would_start(self, script: bytes) -> str | None:
         return None  # nobody queues: at once
 
+    def submit(self, submission: Submission) -> Handle:
+        names = [node.name for node in submission.launch.nodes]
+        unknown = sorted(set(names) - set(self._nodes))
         if unknown:
             raise UsageError(f"cluster {self._cluster.name} has no node {unknown[0]!r}")
         run_dir = submission.launch.run_dir
@@ -211,13 +214,13 @@ class DirectBackend:
             hint=f"zerun cancel {run} again, once they can be reached",
         )
 
-    def pairs(self, run: str, num_nodes: int) -> list[dict[str, Any]]:
-        """Whether the first ``num_nodes`` reach each other (backends.reach)."""
-        from .reach import pairs
     def execute(self, handle: Handle, node: str, request: Mapping[str, Any]) -> Stream:
         at = self._at(node)
         return at.stream(self._caller.argv(at, "exec"), stdin=json.dumps(request).encode())
 
+    def pairs(self, run: str, num_nodes: int) -> list[dict[str, Any]]:
+        """Whether the first ``num_nodes`` reach each other (backends.reach)."""
+        from .reach import pairs
 
         return pairs(self._cluster, run, self._cluster.node_list[:num_nodes], self._at, self._caller)
 

@@ -100,17 +100,20 @@ class Backend(Protocol):
     def tail(self, place: Place, request: Mapping[str, Any]) -> Stream:
         """The agent's ``tail`` verb at a place: its frames as they come."""
 
+    def serve(self, place: Place, request: Mapping[str, Any]) -> Stream:
+        """The agent's ``serve`` verb: other nodes may take the run's shards there for as long as this is open."""
+
     def busy(self, nodes: Sequence[Node], device_kind: str) -> Busy | None:
         """Why these nodes cannot be had now: who holds their slots, since when. None when they can, and where a
         scheduler queues. Raises Unreachable or Refused."""
-
-    def submit(self, submission: Submission) -> Handle:
-        """Starts the attempt, or adopts it when it finds that an earlier call already did."""
 
     def would_start(self, script: bytes) -> str | None:
         """When and where the scheduler would start ``script``, in a sentence; None where nothing queues.
 
         Raises UsageError with the scheduler's own words when it refuses the job, Unreachable."""
+
+    def submit(self, submission: Submission) -> Handle:
+        """Starts the attempt, or adopts it when it finds that an earlier call already did."""
 
     def find(self, name: str, run: str, attempt: int) -> Handle | None:
         """The handle of a submission whose answer was lost; None when nothing of the name is there."""
@@ -121,10 +124,10 @@ class Backend(Protocol):
     def cancel(self, handle: Handle, run: str, attempt: int) -> None:
         """Ends every process of the attempt on every node, and nothing else."""
 
-    def check(self) -> Sequence[Finding]:
-        """Reaches every node in parallel."""
-
     def execute(self, handle: Handle, node: str, request: Mapping[str, Any]) -> Stream:
         """The agent's ``exec`` verb on a node of a job that runs: a command beside its ranks."""
+
+    def check(self) -> Sequence[Finding]:
+        """Reaches every node in parallel."""
 
     def close(self) -> None: ...

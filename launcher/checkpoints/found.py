@@ -58,7 +58,7 @@ def candidates(about: Sequence[Mapping[str, Any]], home: Path | None = None) -> 
     counts = home is not None and by_step and said_shared(str(home)) is not True
     for checkpoint in checkpoints_here(str(home)) if counts else ():
         if checkpoint["step"] in by_step:
-            by_step[checkpoint["step"]].append(checkpoint)
+            by_step[checkpoint["step"]].append({**checkpoint, "at_home": True})
     found = [_join(step, by_step[step]) for step in sorted(by_step)]
     resumed = {} if home is None else resumed_from(str(home))
     for answer in about:

@@ -1,7 +1,7 @@
 """Staging: bringing the shards that a resumed attempt's nodes need to nodes that lack them.
 
-Only for clusters without a shared filesystem, where a node keeps what its own ranks wrote. Shards go from
-home, or by way of home from the node that has them; the manifest goes last.
+Only for clusters without a shared filesystem, where a node keeps what its own ranks wrote. Shards go from node to
+node (:mod:`.between`); where nodes do not reach each other from home, or by way of home. The manifest goes last.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..contract.manifest import Manifest, ShardFile
 from ..contract.partition import ITEM_BYTES, Layout, build
 from ..contract.slices import reshard_tensor
 from ..contract.topology import Topology
+from . import between
 from .found import Candidate
 from .moving import (
     SPARE_BYTES,
@@ -106,15 +107,38 @@ def stage(
     targets = _targets(backend, asked, held, manifest, launch)
     moves = [t for t in targets if t.lacks]
     if moves:
-        _bring_home(asked, held, run, step, home, moves, notice)
         _check_room(backend, run, moves)
+    by_nodes, moves = _between(backend, run, step, asked, held, moves, launch, notice)
+    if moves:
+        _bring_home(asked, held, run, step, home, moves, notice)
         notice(f"step {step}: " + "; ".join(_told(t) for t in moves))
         _push(run, step, home, moves)
     wrote = _put_manifest(targets, run, step, data)
-    if not moves and not wrote:
+    if not by_nodes and not moves and not wrote:
         return None
-    told = ", ".join(f"{name_of(t.place)} ({_shards(t.lacks)}, {size(total(t.lacks))})" for t in moves)
-    return f"step {step} was staged to {told}" if told else f"the manifest of step {step} was staged"
+    told = [f"{name_of(t.place)} ({_shards(t.lacks)}, {size(total(t.lacks))}, from other nodes)" for t in by_nodes]
+    told += [f"{name_of(t.place)} ({_shards(t.lacks)}, {size(total(t.lacks))}, from here)" for t in moves]
+    return f"step {step} was staged to {', '.join(told)}" if told else f"the manifest of step {step} was staged"
+
+
+def _between(
+    backend: Backend,
+    run: str,
+    step: int,
+    asked: Asked,
+    held: Mapping[int, Mapping[str, int]],
+    moves: Sequence[_Target],
+    launch: LaunchSpec,
+    notice: Callable[[str], None],
+) -> tuple[list[_Target], list[_Target]]:
+    """Has nodes take from nodes what they can. (Who has all now, who still lacks.)"""
+    holders = [(place, held[id(place)]) for place, _ in asked.answers]
+    planned = between.routes([(t.place, t.lacks) for t in moves], holders)
+    if not planned:
+        return [], list(moves)
+    left = between.move(backend, run, step, planned, [place for place, _ in holders], launch, notice)
+    done = {id(route.place) for route in planned} - {id(route.place) for route in left}
+    return [t for t in moves if id(t.place) in done], [t for t in moves if id(t.place) not in done]
 
 
 def _manifest(

@@ -9,7 +9,7 @@ import typer
 from . import options, show
 
 if TYPE_CHECKING:
-    from ..checkpoints import Collected
+    from ..checkpoints import Candidate, Collected
 
 checkpoint_verbs = typer.Typer(
     help="Checkpoints: which are whole, and whether their bytes are right.", no_args_is_help=True
@@ -76,11 +76,17 @@ def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
             str(c.ranks or "-"),
             str(c.attempt or "-"),
             " ".join(c.where) or "-",
-            show.visible(c.problem or (f"left behind: {c.left}" if c.left else "")),
+            show.visible(c.problem or _note(c)),
         )
         for c in found
     ]
     show.table(("step", "whole", "size", "ranks", "attempt", "nodes", "note"), rows, right=(0, 2, 3, 4))
+
+
+def _note(candidate: Candidate) -> str:
+    told = [f"whole ({candidate.from_replicas})"] if candidate.from_replicas else []
+    told += [f"left behind: {candidate.left}"] if candidate.left else []
+    return "; ".join(told)
 
 
 @checkpoint_verbs.command("verify")

@@ -18,6 +18,7 @@ from .plain import loads
 RECORD_BYTES = 2**20
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _COLLECTED = re.compile(rf"attempts/[1-9][0-9]{{0,8}}/(?:{_NAME}|(?:nodes|logs|metrics)/{_NAME})")
+REPLICAS = "replicas.json"  # which of the shards in a checkpoint's folder are copies of another node's
 _SHARD = re.compile(r"(?:rank-[0-9]{5,}\.safetensors|manifest\.json)")
 
 
@@ -161,7 +162,19 @@ def _checkpoint(folder: str, step: int, here: Optional[Set[str]]) -> Dict[str, A
             wrong.append(f"rank {rank}'s shard is missing on {node}")
         elif sizes[rank] != size:
             wrong.append(f"rank {rank}'s shard on {node} has {sizes[rank]} bytes of {size}")
-    return {**_about(step, sizes, shards, attempt, wrong, ""), "unfit": {str(r): unfit[r] for r in sorted(unfit)}}
+    about = _about(step, sizes, shards, attempt, wrong, "")
+    about["unfit"] = {str(r): unfit[r] for r in sorted(unfit)}
+    about["replicas"] = replicas_in(folder, attempt)
+    return about
+
+
+def replicas_in(folder: str, attempt: int) -> Dict[str, str]:
+    """Rank → the node that keeps the copy, of the shards here that are copies (agent.replicas wrote the note)."""
+    note = read_json(os.path.join(folder, REPLICAS))
+    if not isinstance(note, dict) or note.get("attempt") != attempt or not isinstance(note.get("of"), dict):
+        return {}
+    ranks = [rank for named in note["of"].values() if isinstance(named, list) for rank in named]
+    return {str(rank): str(note.get("node")) for rank in ranks}
 
 
 def _about(

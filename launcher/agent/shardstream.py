@@ -1,0 +1,206 @@
+"""Checkpoint files from node to node, over the cluster's network: one server a node, one connection a file.
+
+Who asks proves that it knows the run's token (HMAC-SHA256 over the server's nonce and the name), and can ask for
+nothing but shards of this run. ::
+
+    server  {"nonce": …}
+    client  {"file": "step-00000100/rank-00003.safetensors", "mac": …}
+    server  {"bytes": n} and n bytes, or {"error": …}
+
+What arrives is written beside its place, held against the manifest's digests by the caller, then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+import threading
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from ..contract.errors import NoSpace, Unreachable, VerificationFailed, ZerunError
+from ..contract.launch import LaunchSpec
+from . import rendezvous
+from .digests import wrong_block
+
+_NAME = re.compile(r"step-[0-9]{8,12}/rank-[0-9]{5,9}\.safetensors")
+_LINE_BYTES = 4096
+_CONNECT_S = 5.0
+_SILENCE_S = 30.0
+_CHUNK = 2**20
+_AT_ONCE = 16
+
+Address = Tuple[str, int]
+
+
+class Server:
+    """Serves the shards below ``folder`` (RUN/checkpoints) from threads until :meth:`close`, or the process's end."""
+
+    def __init__(self, folder: str, token: str, ports: Any) -> None:
+        self._folder, self._token = folder, token
+        self._listener = _listen(ports)
+        self._room = threading.Semaphore(_AT_ONCE)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._room, connection, contextlib.suppress(OSError, ValueError):
+            connection.settimeout(_SILENCE_S)
+            nonce = secrets.token_hex(16)
+            _say(connection, {"nonce": nonce})
+            asked = _hear(connection)
+            name = str(asked.get("file"))
+            if not hmac.compare_digest(_mac(self._token, nonce, name), str(asked.get("mac"))):
+                return
+            try:
+                handle = _open(self._folder, name)
+            except OSError as problem:
+                _say(connection, {"error": problem.strerror or str(problem)})
+                return
+            with os.fdopen(handle, "rb") as file:
+                _say(connection, {"bytes": os.fstat(handle).st_size})
+                connection.sendfile(file)
+
+
+def server_of(spec: LaunchSpec) -> Server:
+    return Server(os.path.join(spec.run_dir, "checkpoints"), spec.token, spec.ports)
+
+
+def fetch(sources: Sequence[Address], token: str, shard: Dict[str, Any], name: str, beside: str) -> None:
+    """Copies the shard ``name`` (``step-N/FILE``) to the file ``beside``, durably. ``shard``: its row of a manifest.
+
+    The first of ``sources`` that answers is used. Raises Unreachable, NoSpace, VerificationFailed; ``beside`` is then
+    gone again.
+    """
+    try:
+        with _connect(sources) as connection, open(beside, "wb") as file:
+            nonce = str(_hear(connection).get("nonce"))
+            _say(connection, {"file": name, "mac": _mac(token, nonce, name)})
+            told = _hear(connection)
+            if told.get("bytes") != shard["bytes"]:
+                raise VerificationFailed(f"{name}: {told.get('error') or 'another size'} on {sources[0][0]}")
+            _receive(connection, file, int(shard["bytes"]), name)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as problem:
+        _forget(beside)
+        if problem.errno in (28, 122):  # ENOSPC, EDQUOT
+            raise NoSpace(f"{name}: no space for it") from problem
+        raise Unreachable(f"{name} from {sources[0][0]}: {problem.strerror or problem}") from problem
+    except (ZerunError, ValueError) as problem:
+        _forget(beside)
+        raise problem if isinstance(problem, ZerunError) else Unreachable(f"{name}: {problem}") from problem
+
+
+def check(beside: str, shard: Dict[str, Any], python: Optional[str]) -> str:
+    """Holds the file against the manifest's row, block by block; says by what. Raises VerificationFailed (the file is
+    removed) and UsageError when nothing here computes the digests."""
+    number, by = wrong_block(beside, [str(b) for b in shard["blocks"]], python)
+    if number is not None:
+        _forget(beside)
+        raise VerificationFailed(f"rank {shard['rank']}'s shard of {shard['node']}: block {number} is damaged")
+    return by
+
+
+def addresses(node: str, address: str, others: Sequence[str]) -> List[str]:
+    """Where other nodes may reach this one, the likeliest first."""
+    found: List[str] = []
+    with contextlib.suppress(ZerunError):
+        found.append(rendezvous.own_address(node, address, others, alone=False))
+    found += [own for _, own in rendezvous.interfaces() if not own.startswith("127.")]
+    return list(dict.fromkeys(found))
+
+
+# --- pieces ---------------------------------------------------------------------------------------
+
+
+def _listen(ports: Any) -> socket.socket:
+    """A port of the allowed range, tried from a random one on; any free port where all are allowed."""
+    low, high = ports or (0, 0)
+    start = secrets.randbelow(high - low + 1)
+    for number in range(high - low + 1):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", low + (start + number) % (high - low + 1)))
+            listener.listen(64)
+            return listener
+        except OSError:
+            listener.close()
+    raise ZerunError(f"none of the ports {low}-{high} is free", hint="give more `network.ports` in the cluster")
+
+
+def _connect(sources: Sequence[Address]) -> socket.socket:
+    problem: Optional[OSError] = None
+    for source in sources:
+        try:
+            connection = socket.create_connection(source, _CONNECT_S)
+            connection.settimeout(_SILENCE_S)
+            return connection
+        except OSError as found:
+            problem = problem or found
+    raise problem or OSError("it told no address")
+
+
+def _receive(connection: socket.socket, file: Any, size: int, name: str) -> None:
+    left = size
+    while left:
+        data = connection.recv(min(_CHUNK, left))
+        if not data:
+            raise Unreachable(f"{name}: cut after {size - left} of {size} bytes")
+        file.write(data)
+        left -= len(data)
+
+
+def _mac(token: str, nonce: str, name: str) -> str:
+    return hmac.new(token.encode("utf-8"), f"{nonce}\n{name}".encode("utf-8"), hashlib.sha256).hexdigest()
+
+
+def _open(folder: str, name: str) -> int:
+    if not _NAME.fullmatch(name):
+        raise FileNotFoundError(2, "it is no shard")
+    handle = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise FileNotFoundError(2, "it is no plain file")
+    return handle
+
+
+def _say(connection: socket.socket, message: Dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode("ascii") + b"\n")
+
+
+def _hear(connection: socket.socket) -> Dict[str, Any]:
+    """One line; byte by byte, because what follows it is not ours to read here."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = connection.recv(1)
+        if not data or len(line) > _LINE_BYTES:
+            raise ValueError("the other side hung up")
+        line += data
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("a JSON object was expected")
+    return message
+
+
+def _forget(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
