@@ -144,7 +144,7 @@ def _step_lines(plan: Plan) -> list[str]:
             line.note,
         )
         for line in plan.step
-        if line.bytes
+        if line.bytes or "in host memory" in line.note
     ]
     lines = show.columns(head, rows, right=(1, 2, 3))
     if plan.simulation is not None:

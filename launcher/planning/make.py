@@ -16,11 +16,14 @@ from . import batch as batches
 from . import options, shapes, unlike, verdict
 from .communication import bounds, step_traffic
 from .devices import check_precision, device_bytes, not_built
-from .memory import PRECISION_BYTES, Elements, element_bytes, plan_state, state_table
+from .disk import disk_of
+from .lost_disk import disk_remarks
+from .memory import MOMENTS, PRECISION_BYTES, Elements, element_bytes, plan_state, state_table
 from .partitioned import check_zero, layout_of, zero_of
 from .place import SlotsWish, choose_nodes, pool_remarks
 from .plan import Disk, Plan, StatePlan, TableRow
 from .reasons import CannotPlan, Reason
+from .saving import copy_lines
 from .step import Step, step_lines
 
 T = TypeVar("T")
@@ -59,7 +62,7 @@ def draft_plan(
     """:func:`make_plan` without looking for changes that would fit."""
     wanted = job.nodes if nodes is None else nodes
     chosen, reasons = choose_nodes(cluster, wanted, job.slots_per_node if slots is None else slots)
-    told = (*pool_remarks(job, cluster), *unlike.remarks(cluster, chosen))
+    told = (*pool_remarks(job, cluster), *unlike.remarks(cluster, chosen), *disk_remarks(job, cluster, chosen))
     cluster, unfit = unlike.on_nodes(cluster, chosen)
     reasons += unfit
     reasons += check_precision(job, cluster)
@@ -112,27 +115,33 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
         cluster.device.kind,
         config.zero,
     )
-    lines = step_lines(step)
+    copy = copy_lines(
+        step.layout,
+        background=config.checkpoint.background,
+        moments=MOMENTS[_moments(_need(job, job.optimizer, "optimizer"))],
+        device_kind=cluster.device.kind,
+    )
+    lines = (*step_lines(step), *copy)
     traffic = step_traffic(step, topology, config.batch.accumulation)
     flops = shapes.step_flops(model, samples=plan.global_batch or 0, recomputed=recomputed)
     return replace(
         plan,
+        disk=_disk(job, step.layout, topology),
         step=lines,
         traffic=traffic,
-        disk=_disk(job, step.layout, topology),
         bounds=bounds(traffic, cluster, flops=flops, world_size=topology.world_size, precision=job.precision),
         judgement=verdict.judge(state, lines),
     )
 
 
-def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> tuple[TableRow, ...]:
-    """State of every stage at other world sizes, from the job's own partition."""
 def _disk(job: Job, layout: Layout, topology: Topology) -> Disk:
     moments = _moments(_need(job, job.optimizer, "optimizer"))
     steps = _need(job, job.steps, "steps")
     return disk_of(Elements.of_layout(layout), moments, job.checkpoint, steps=steps, ranks=topology.world_size)
 
 
+def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> tuple[TableRow, ...]:
+    """State of every stage at other world sizes, from the job's own partition."""
     if not isinstance(job.model, GptModel) or job.zero is None or job.optimizer is None:
         raise UsageError(f"job {job.name}: a table needs a model whose parameters are counted here")
     each = element_bytes(job.precision, job.zero.gradient_dtype, _moments(job.optimizer))
