@@ -76,6 +76,7 @@ def targets(world: int) -> list[Target]:
 
     return [
         Target("zero0", ("ddp",), 1.10),
+        Target("zero0-native", ("ddp",), 1.03),
         Target("zero1", ("ddp",), beside_ddp),
         Target("zero2", ("ddp",), beside_ddp),
         Target("zero1", ("fsdp2-kept",), 0.75),

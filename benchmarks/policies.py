@@ -9,6 +9,7 @@ What is set beyond a library's defaults, and why:
   1 and 2 reduce to the owner (``use_multi_rank_bucket_allreduce`` off: 2Ψ instead of 3Ψ); stage 3 without its limits
   below which a model is kept whole, so that it is stage 3 (two blocks live at once, as in ours); buckets as large as
   everyone's.
+- ``zero0-native``: stage 0 with the library's all-reduce (``zero.reduce_with``); the other stages sum in rank order.
 - ``alone``: every rank trains for itself and nothing is communicated; its loss is not comparable.
 """
 
@@ -117,10 +118,10 @@ def _fsdp2(reshard: bool) -> Callable[[gpt.GPT], Training]:
     return build
 
 
-def _zero(stage: int) -> Callable[[gpt.GPT], Training]:
+def _zero(stage: int, reduce_with: str = "ordered") -> Callable[[gpt.GPT], Training]:
     def build(model: gpt.GPT) -> Training:
         optimizer = {"lr": LR, "betas": BETAS, "eps": EPS, "clip": CLIP}
-        zero = {"stage": stage, "bucket_bytes": BUCKET_BYTES}
+        zero = {"stage": stage, "bucket_bytes": BUCKET_BYTES, "reduce_with": reduce_with}
         engine = ZeroEngine(model, {"zero": zero, "optimizer": optimizer})
 
         def step(tokens: Tensor) -> Tensor:
@@ -181,6 +182,7 @@ def _deepspeed(stage: int, fair: bool) -> Callable[[gpt.GPT], Training]:
 
 POLICIES: dict[str, Callable[[gpt.GPT], Training]] = {
     **{f"zero{stage}": _zero(stage) for stage in range(4)},
+    "zero0-native": _zero(0, "native"),
     "ddp": _ddp,
     "fsdp2": _fsdp2(True),
     "fsdp2-kept": _fsdp2(False),
