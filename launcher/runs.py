@@ -23,6 +23,7 @@ from .contract.errors import Exit, UsageError
 from .contract.folder import RunFolder, is_safe_name
 from .contract.plain import PlainError, dumps, from_plain, loads, to_plain, write_atomically
 from .contract.records import NodeRecord, Outcome
+from .cramped import cramped
 from .diagnosis import Cause, first_cause
 from .locks import hold, is_held
 
@@ -341,7 +342,7 @@ def fold(run: Run, seen: Observation) -> RunState:
         outcome=seen.outcome,
         checkpoints=seen.checkpoints,
         handle=run.handle,
-        notes=tuple(f"{place} did not answer: {reason}" for place, reason in seen.silent.items()),
+        notes=(*(f"{place} did not answer: {reason}" for place, reason in seen.silent.items()), *cramped(seen.records)),
         tags=run.tags,
     )
 
@@ -405,6 +406,8 @@ def _ended(run: Run, seen: Observation) -> tuple[State, str]:
         return "time_limit", "the time limit ended it"
     if seen.poll.word in _FROM_OUTSIDE:
         return "failed", _FROM_OUTSIDE[seen.poll.word]
+    if kinds == {"cancelled"}:
+        return "cancelled", "asked to end, and not from here: another laptop's cancel, or a machine going down"
     if failures:
         first = min(failures, key=lambda f: f.at or 0.0)
         return "failed", first.message
