@@ -88,7 +88,9 @@ class Rehearsal(Trainer):
         self.global_batch = config.batch.global_batch(self.comm.size)
         self.progress = Progress()
         self.first_steps = FirstSteps(None)  # the ledger sees all
+        self.background = None  # nothing is saved
         self.stop_asked = False
+        self.background = None
 
     def _save(self) -> None:
         return
