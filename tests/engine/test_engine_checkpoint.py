@@ -12,7 +12,9 @@ import torch
 from engine_models import MODELS, batches, digest, engine_of, train, whole_state
 from engine_ranks import outcomes, run_ranks
 
+from launcher.contract.damage import damage_in
 from launcher.contract.errors import UsageError, VerificationFailed
+from launcher.contract.holdings import checkpoints_here
 from launcher.contract.manifest import Manifest
 from launcher.contract.partition import Layout
 from launcher.engine import checkpoint, shardfile
@@ -132,6 +134,7 @@ def _one(folder: Path) -> tuple[ZeroEngine, Path]:
 
 
 def test_a_damaged_block_is_named(tmp_path: Path, small_blocks: None) -> None:
+    tmp_path /= "checkpoints"
     engine, target = _one(tmp_path)
     shard = target / "rank-00000.safetensors"
     data = bytearray(shard.read_bytes())
@@ -139,7 +142,11 @@ def test_a_damaged_block_is_named(tmp_path: Path, small_blocks: None) -> None:
     shard.write_bytes(data)
     with pytest.raises(VerificationFailed, match=r"rank 0: block 3 \(bytes 12288 to 16384\) is damaged"):
         engine.load(tmp_path)
+    noted = "is damaged: block 3 of"
+    assert damage_in(str(target))[0].startswith(noted), "so that nobody takes it for whole again"
+    assert not checkpoints_here(str(tmp_path.parent))[0]["whole"]
     shard.write_bytes(data[:-1])
+    assert damage_in(str(target)) == {}, "another file: the note is void"
     with pytest.raises(VerificationFailed, match=f"has {len(data) - 1} bytes, not {len(data)}"):
         engine.load(tmp_path)
     shard.unlink()
