@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Optional
 
 from .backends.protocol import Handle, Poll
 from .contract.errors import Exit, UsageError
@@ -52,6 +52,17 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """The last line of rank 0's metrics. ``steps`` is what the attempt is to reach."""
+
+    step: int
+    steps: Optional[int] = None  # Optional: from_plain reads no other spelling
+    loss: Optional[float] = None
+    step_time_s: Optional[float] = None
+    tokens_per_s: Optional[float] = None
+
+
+@dataclass(frozen=True)
 class Observation:
     """What one look at an attempt found. ``replies`` are the agents' records from every place that answered;
     ``silent`` names the places that did not, with the reason."""
@@ -66,6 +77,7 @@ class Observation:
     attempt_checkpoints: tuple[int, ...] = ()  # those that this attempt wrote
     silent: Mapping[str, str] = field(default_factory=dict)
     num_nodes: int = 1
+    progress: Progress | None = None
     being_made: bool = False  # some command was submitting it when the look began
 
 
@@ -89,6 +101,7 @@ class RunState:
     handle: Handle | None = None
     notes: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    progress: Progress | None = None
 
     @property
     def ended(self) -> bool:
@@ -344,6 +357,7 @@ def fold(run: Run, seen: Observation) -> RunState:
         handle=run.handle,
         notes=(*(f"{place} did not answer: {reason}" for place, reason in seen.silent.items()), *cramped(seen.records)),
         tags=run.tags,
+        progress=seen.progress,
     )
 
 

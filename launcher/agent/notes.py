@@ -12,6 +12,7 @@ from typing import Any, Dict, List, Optional, Tuple
 from ..contract.folder import AttemptFolder
 from ..contract.plain import dumps, loads, write_atomically
 from ..contract.records import Failure, NodeRecord, ProcessId, RankRecord
+from . import allowance
 
 
 class AgentLog:
@@ -73,6 +74,7 @@ class Keeper:
         self.failure: Optional[Failure] = None
         self.ended_at: Optional[float] = None
         self.notes: List[str] = []
+        self.allowed = allowance.here()
         self.stop_sent_at: Optional[float] = None
         self.leased: Optional[Tuple[int, ...]] = None
         self.kept_by = ""
@@ -93,6 +95,10 @@ class Keeper:
             job_id=self.job_id,
             restart_count=self.restart_count,
             notes=tuple(self.notes),
+            cores=self.allowed.cores,
+            cpus=self.allowed.cpus,
+            memory_bytes=self.allowed.memory_bytes,
+            memory_by=self.allowed.memory_by,
             stop_sent_at=self.stop_sent_at,
             leased=self.leased,
             kept_by=self.kept_by,

@@ -85,6 +85,10 @@ class NodeRecord:
     notes: Tuple[str, ...] = ()
     leased: Optional[Tuple[int, ...]] = None  # the slots (devices) that it holds, where no scheduler gave them
     kept_by: str = ""  # what lets it outlive a logout: scope · setsid; nothing under Slurm
+    cores: Optional[int] = None  # that the agent and its ranks are bound to, together
+    cpus: str = ""  # which: 0-3,8
+    memory_bytes: Optional[int] = None  # that they may use, together
+    memory_by: str = ""  # what limits it: machine, cgroup v1, cgroup v2, RLIMIT_AS, RLIMIT_DATA
     stop_sent_at: Optional[float] = None  # when the ranks were asked to save and end: a limit, or a graceful stop
 
 

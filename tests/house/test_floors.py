@@ -29,6 +29,7 @@ FLOORS = {
     "datasets": 5,
     "discover": 5,
     "beforehand": 5,
+    "cramped": 5,
     "diagnosis": 5,
     "backends": 4,
     "render": 3,
