@@ -19,7 +19,8 @@ from typing import Dict, Mapping, Optional, Set
 
 
 def resumed_from(folder: str) -> Dict[int, Optional[int]]:
-    """Of each attempt in a run's folder that has a launch.json: the step it went on from, None for a beginning."""
+    """Of each attempt in a run's folder that has been queued or has begun: the step it went on from, None for a
+    beginning. One that was refused before it came to that changes nothing."""
     found: Dict[int, Optional[int]] = {}
     attempts = os.path.join(folder, "attempts")
     try:
@@ -27,7 +28,7 @@ def resumed_from(folder: str) -> Dict[int, Optional[int]]:
     except OSError:
         return found
     for name in names:
-        if re.fullmatch(r"[1-9][0-9]{0,8}", name):
+        if re.fullmatch(r"[1-9][0-9]{0,8}", name) and _begun(os.path.join(attempts, name)):
             try:
                 with open(os.path.join(attempts, name, "launch.json"), "rb") as file:
                     step = json.loads(file.read())["resume_step"]
@@ -36,6 +37,19 @@ def resumed_from(folder: str) -> Dict[int, Optional[int]]:
             if step is None or isinstance(step, int):
                 found[int(name)] = step
     return found
+
+
+def _begun(attempt: str) -> bool:
+    """Its job is queued, its script has started, or an agent or a rank wrote something."""
+    if any(os.path.exists(os.path.join(attempt, name)) for name in ("job", "claim", "rendezvous.json")):
+        return True
+    for name in ("nodes", "metrics"):
+        try:
+            if any(not n.startswith(".") for n in os.listdir(os.path.join(attempt, name))):
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def left_behind(writers: Mapping[int, int], resumed: Mapping[int, Optional[int]]) -> Set[int]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from local_places import LocalBackend, attempt_at, local_backend
+from local_places import LocalBackend, attempt_at, local_backend, write_record
 from written import flip, launch, write_checkpoint, write_run
 
 from launcher.agent.claim import newest_whole as claimed
@@ -67,16 +67,20 @@ def found(backend: LocalBackend, home: Path | None = None) -> list[Candidate]:
     return candidates([a["runs"][folder] for a in answers], home)
 
 
-def resume(backend: LocalBackend, attempt: int, step: int | None) -> None:
+def resume(backend: LocalBackend, attempt: int, step: int | None, *, begun: bool = True) -> None:
     place = backend.places()[0]
     folder = attempt_at(place, "job-1", attempt)
     spec = launch(str(folder_of(backend)), NODES, 2, shared=True, attempt=attempt)
     write_atomically(str(folder.launch), dumps(replace(spec, resume_step=step)))
+    if begun:
+        write_record(folder, NODES[0], [0, 1])
 
 
 def test_a_resume_from_an_earlier_step_leaves_later_ones_behind(shared: LocalBackend) -> None:
     for step in (50, 100, 150):
         write_checkpoint(shared.places(), NODES, step)
+    resume(shared, 2, 50, begun=False)
+    assert choose(found(shared)).step == 150, "refused before it began: nothing was left behind"
     resume(shared, 2, 50)
     taken = choose(found(shared))
     assert taken.step == 50, "before it has saved anything of its own"
