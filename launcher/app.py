@@ -27,10 +27,10 @@ from .runs import Run, RunState, RunStore
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Finding, Handle
     from .checkpoints import Candidate, Collected, Report
-    from .execute import Sink
     from .clearing import Clearing
     from .datasets import Pushed
     from .elsewhere import OnCluster
+    from .execute import Sink
     from .logs.merge import LogLine
     from .logs.select import Selection
     from .measured import Beside

@@ -56,8 +56,9 @@ def main(argv: Optional[List[str]] = None) -> int:
             return int(importlib.import_module(".pull", __package__).serve(_request(), sys.stdout.buffer))
         if verb == "listen":
             return int(importlib.import_module(".reach", __package__).listen(_request(), sys.stdout.buffer))
-        if verb == "exec":
-            return int(importlib.import_module(".execute", __package__).execute(_request(), sys.stdout.buffer))
+        if verb in ("exec", "step"):
+            run = getattr(importlib.import_module(".execute", __package__), "execute" if verb == "exec" else verb)
+            return int(run(_request(), sys.stdout.buffer))
         if verb == "allreduce":
             return _allreduce()
         if verb not in _JSON_VERBS:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from ..contract.errors import UsageError
-from ..transports.protocol import Result, Stream, Transport
+from ..transports.protocol import Result, Transport
 
 _CLEAN = (
     "for v in $(env | sed -n"
     " 's/^\\(\\(SLURM\\|SBATCH\\|SQUEUE\\|SACCT\\|SCANCEL\\|SINFO\\)_[A-Z0-9_]*\\)=.*/\\1/p'); do"
     ' [ "$v" = SLURM_CONF ] || unset "$v"; done; exec "$@"'
 )
-
-
-def stream(login: Transport, *argv: str, stdin: bytes = b"") -> Stream:
-    """One command on the login side whose output is read as it comes."""
-    return login.stream(["/bin/sh", "-c", _CLEAN, "slurm", *argv], stdin=stdin)
 
 
 def ask(login: Transport, *argv: str, stdin: bytes = b"", timeout_s: float = 60.0) -> Result:

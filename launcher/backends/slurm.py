@@ -165,13 +165,11 @@ class SlurmBackend:
             pause = min(pause * 1.5, 2.0)
 
     def execute(self, handle: Handle, node: str, request: Mapping[str, Any]) -> Stream:
-        """A step that shares everything with the job's own; srun hands stdin and stdout on."""
-        from .outside import stream
-
-        argv = self._caller.argv(self._login, "exec")
+        """A step that shares everything with the job's own."""
         step = ["srun", f"--jobid={handle.data['job']}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
-        step += ["--mpi=none", "--cpu-bind=none", "--quiet"]
-        return stream(self._login, *step, *argv, stdin=json.dumps(request).encode())
+        step += ["--mpi=none", "--cpu-bind=none", "--quiet", *self._caller.argv(self._login, "exec")]
+        given = json.dumps({"argv": step, "request": dict(request)}).encode()
+        return self._login.stream(self._caller.argv(self._login, "step"), stdin=given)
 
     # --- check ------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..contract.errors import Exit, ZerunError
-from . import bring, clear, data, describe, discover, keep, launch, login, options, plan, show, watch
+from . import bring, clear, data, describe, discover, execute, keep, launch, login, options, plan, show, watch
 
 app = typer.Typer(
     name="zerun",
@@ -34,6 +34,7 @@ app.command("submit")(launch.submit_verb)
 app.command("ls")(watch.ls_verb)
 app.command("status")(watch.status_verb)
 app.command("logs")(watch.logs_verb)
+app.command("exec")(execute.exec_verb)
 app.command("cancel")(launch.cancel_verb)
 app.command("wait")(launch.wait_verb)
 app.command("collect")(bring.collect_verb)
