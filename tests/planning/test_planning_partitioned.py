@@ -20,11 +20,19 @@ CASES: dict[str, dict[str, Any]] = {
     "all released": {"stage": 3, "reshard": "after_forward", "prefetch": 0},
     "two ahead": {"stage": 3, "prefetch": 2},
     "small units": {"stage": 3, "unit": {"names": ["blocks.*.attention", "blocks.*.mlp"]}, "prefetch": 2},
+    "small units of replicas": {
+        "stage": 3,
+        "unit": {"names": ["blocks.*.attention", "blocks.*.mlp"]},
+        "prefetch": 2,
+        "replicas": 2,
+        "reshard": "after_forward",
+    },
     "filled units": {"stage": 3, "unit": {"size": "1MB"}, "reshard": "after_forward"},
     "native": {"stage": 0, "reduce_with": "native"},
     **{f"replicas {stage}": {"stage": stage, "replicas": 2} for stage in range(4)},
 }
-_RULES = {"small units": Units(names=("blocks.*.attention", "blocks.*.mlp")), "filled units": Units(size_bytes=10**6)}
+_SMALL = Units(names=("blocks.*.attention", "blocks.*.mlp"))
+_RULES = {"small units": _SMALL, "small units of replicas": _SMALL, "filled units": Units(size_bytes=10**6)}
 
 
 def _plan(name: str) -> Plan:
@@ -46,7 +54,7 @@ def _measured(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def test_the_lines_are_what_real_steps_hold() -> None:
-    for name, real in _measured(["all released", "small units", "replicas 3"]).items():
+    for name, real in _measured(["small units of replicas"]).items():
         _check(name, real)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from launcher.contract.plain import from_plain, to_plain
-from launcher.contract.train import GPT, AdamW, Batch, Data, TrainConfig, Zero
+from launcher.contract.train import GPT, SGD, AdamW, Batch, Data, TrainConfig, Zero
+from launcher.engine.loop import traffic_of
 from launcher.engine.place import Place
 from launcher.engine.policy import wrap
 from launcher.engine.ranks import Ranks
@@ -16,6 +18,32 @@ from launcher.engine.sources import make_model
 from launcher.engine.track import FORWARD, Recorded, Recorder, claim
 
 MODEL = GPT(layers=3, hidden=96, heads=3, seq_len=50, vocab=300)
+SMALL = GPT(layers=2, hidden=92, heads=4, seq_len=50, vocab=301)
+"""For tensor ranks, which divide heads, and for 16-bit precisions, which are slow here."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "bf16, gradients too": {"precision": "bf16", "gradient_dtype": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "SGD": {"optimizer": SGD(1e-3, momentum=0.0, clip=1.0)},
+    "SGD with momentum": {"optimizer": SGD(1e-3, momentum=0.9)},
+    "reduced every step": {"reduce_every": "step"},
+    "reduced every micro-step": {"reduce_every": "micro_step"},
+    "activations in host memory": {"activations": "host"},
+    "2 tensor ranks": {"tensor": 2},
+    "2 tensor ranks, bf16": {"tensor": 2, "precision": "bf16"},
+    "2 tensor ranks, activations partitioned": {"tensor": 2, "activations": "partitioned"},
+    "2 tensor ranks, activations in host memory": {"tensor": 2, "activations": "host"},
+}
+"""What else a step's memory hangs on, beside stage, recomputation and ranks."""
+
+
+def setting(name: str, stage: int, recompute: str) -> TrainConfig:
+    """The job of a row of the second table."""
+    changes = dict(SETTINGS[name])
+    of_zero = {key: changes.pop(key) for key in ("gradient_dtype", "reduce_every") if key in changes}
+    made = config(stage, recompute=recompute, gpt=SMALL, **changes)
+    return replace(made, zero=replace(made.zero, **of_zero))
 
 
 def config(stage: int, *, recompute: str = "none", precision: str = "fp32", **changes: Any) -> TrainConfig:
@@ -51,7 +79,7 @@ def measure(train: TrainConfig, rank: int, world: int) -> dict[str, Any]:
     device = torch.device("cpu")
     recorder = Recorder()
     with recorder:
-        ranks = Ranks.connect(train.tensor)
+        ranks = Ranks.connect(train.tensor, replicas=train.zero.replicas)
         policy = wrap(lambda: make_model(train, ranks.tensor), train, device, ranks)
         engine = policy.engine  # type: ignore[attr-defined]
         claim(recorder.ledger, engine)
@@ -59,12 +87,17 @@ def measure(train: TrainConfig, rank: int, world: int) -> dict[str, Any]:
         batches: Any = _Tokens(train.gpt.vocab, train.gpt.seq_len)
         rehearsal = Rehearsal(train, place, Watched(engine, recorder.ledger), batches)
         for _ in range(2):
-            start, before = len(recorder.ledger.log), engine.comm.traffic.sent_bytes
+            start, before = len(recorder.ledger.log), _sent(ranks)
             recorder.ledger.begin(FORWARD)
             rehearsal.one_step()
-        sent = engine.comm.traffic.sent_bytes - before
+        sent = _sent(ranks) - before
+        claim(recorder.ledger, engine)  # some of what it keeps is made in the first step
     peaks = Recorded(recorder.ledger, start).peaks
     return {"sent": sent, **{phase: (moment.total, moment.holds) for phase, moment in peaks.items()}}
+
+
+def _sent(ranks: Ranks) -> int:
+    return sum(int(count) for name, count in traffic_of(ranks).items() if name.endswith("sent_bytes"))
 
 
 def measure_all(rank: int, world: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
