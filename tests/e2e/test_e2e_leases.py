@@ -115,6 +115,7 @@ def test_unlike_nodes_train_and_go_on_in_another_shape(site: Site, testbed: Any,
     assert [s["node"] for s in manifest["shards"]] == ["node01"] * 4 + ["node02"] * 2 + ["node03"] * 2
 
 
+@pytest.mark.full
 def test_a_stranger_on_a_gpu(site: Site, testbed: Any, node_python: str) -> None:
     describe(site, testbed, node_python, "trainer", kind="gpu")
     site.write("script.py", "print('begun', flush=True)\n")
