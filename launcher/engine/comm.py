@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..contract.errors import JobFailed
+from .absent import absent
 
 GATHER_TAG, REDUCE_TAG, EXCHANGE_TAG = 101, 102, 103
 
@@ -158,7 +159,11 @@ class _Base:
         self._global = [dist.get_global_rank(group, i) if group else i for i in range(self.size)]
 
     def failed(self, what: str, peer: int, error: BaseException) -> CommError:
-        whom = f"rank {self._global[peer]} did not take part" if peer >= 0 else "a rank did not take part"
+        silent = absent(self._global, self._global[self.rank], what)
+        if silent:
+            whom = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} did not take part"
+        else:
+            whom = f"rank {self._global[peer]} did not take part" if peer >= 0 else "a rank did not take part"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return CommError(
             f"rank {self._global[self.rank]}: {what}: {whom} ({first})",

@@ -43,6 +43,7 @@ from .precision import LossScale, gradient_dtype, working_dtype
 from .ranks import Ranks
 from .reduce import GradientFlow
 from .tensor_parallel import split_of
+from .unchanged import Unchanged
 from .units import Model, agree, describe
 
 _log = logging.getLogger(__name__)
@@ -135,6 +136,8 @@ class ZeroEngine:
             if flat.unit.trainable
             for index, tensor in enumerate(flat.tensors)
         ]
+        self._unchanged = Unchanged(self.model, self.units)
+        self._in_backward = False
 
     def _build(
         self,
@@ -238,6 +241,8 @@ class ZeroEngine:
 
     def _hook(self, number: int, index: int) -> Any:
         def arrived(tensor: Tensor) -> None:
+            if not self._in_backward:
+                raise UsageError("loss.backward() was called; the engine's is zero.backward(loss)")
             gradient, tensor.grad = tensor.grad, None
             assert gradient is not None
             self.flow.arrived(number, index, gradient)
@@ -261,7 +266,9 @@ class ZeroEngine:
             self.gathering.begin_backward()
         if self.loss_scale.value != 1.0:
             loss = loss * self.loss_scale.value
+        self._in_backward = True
         loss.backward()  # type: ignore[no-untyped-call]
+        self._in_backward = False
         with torch.no_grad():
             self.flow.finish()
         if self.gathering is not None:
@@ -279,7 +286,7 @@ class ZeroEngine:
                 f"step was called after {self.micro_step} of {self.config.accumulation} micro-steps",
                 hint="a step needs one backward per micro-step",
             )
-        self._check_parameters()
+        self._unchanged.check()
         self.micro_step = 0
         scale = 1.0 / (self.config.accumulation * self.comm.size * self.loss_scale.value)
         norm = math.sqrt(self.norm.sum_of_squares()) * scale
@@ -301,19 +308,6 @@ class ZeroEngine:
             flat.wait()
         self._synchronise_buffers("buffers")
         return StepInfo(norm)
-
-    def _check_parameters(self) -> None:
-        """Whoever gives a parameter other memory (``.to()``, ``.data =``, loading a state dict by assignment)
-        would train one thing and use another."""
-        for flat in self.units:
-            storage = flat.full.untyped_storage()._cdata
-            for index, tensor in enumerate(flat.tensors):
-                if tensor.untyped_storage()._cdata != storage:
-                    name = flat.unit.placed[index].parameter.name
-                    raise UsageError(
-                        f"parameter {name} was given other memory after ZeroEngine was made",
-                        hint="move, convert and load the model first; copy_() into a parameter inside gathered()",
-                    )
 
     @contextmanager
     def _unused_left_alone(self) -> Iterator[None]:

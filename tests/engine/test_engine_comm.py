@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from engine_ranks import outcomes, run_ranks
 
-from launcher.engine.comm import CommError, NativeComm, PeerComm, connect, gather_bytes, sum_rows
+from launcher.engine import absent
+from launcher.engine.comm import CommError, NativeComm, PeerComm, barrier, connect, gather_bytes, sum_rows
 
 
 def _sums(rank: int, world: int, kind: str) -> None:
@@ -99,6 +100,39 @@ def test_a_rank_that_never_joins_is_named_within_the_timeout() -> None:
     assert "sum of the gradients of unit norm, bucket 0: rank 1 did not take part" in message
 
 
+def _one_is_late_for_a_small_message(rank: int, world: int, what: str) -> str:
+    absent.WITHIN_S = 1.5
+    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=1)))
+    barrier(comm, "together")
+    if rank == 1:
+        time.sleep(4)  # longer than the others wait and then ask
+        return ""
+    with pytest.raises(CommError) as caught:
+        if what == "gradient norm":
+            comm.exchange(torch.ones(3), [1] * 3, [1] * 3, what)
+        elif what == "end of step 7":
+            comm.gather_small(torch.ones(3), what)
+        else:
+            comm.broadcast(torch.ones(3), 1, what)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "gradient norm",
+        pytest.param("end of step 7", marks=pytest.mark.full),
+        pytest.param("buffers", marks=pytest.mark.full),
+    ],
+)
+def test_whoever_misses_a_small_message_is_named_by_all_others(what: str) -> None:
+    started = time.monotonic()
+    (_, first), _, (_, last) = outcomes(3, _one_is_late_for_a_small_message, what)
+    assert time.monotonic() - started < 40
+    for rank, message in ((0, first), (2, last)):
+        assert f"rank {rank}: {what}: rank 1 did not take part" in message, message
+
+
 def _one_dies(rank: int, world: int) -> str:
     comm = connect()
     if rank == 2:
@@ -115,5 +149,5 @@ def _one_dies(rank: int, world: int) -> str:
 def test_a_dead_rank_is_named_with_what_it_missed() -> None:
     found = outcomes(3, _one_dies)
     assert not found[2][0]
-    message = next(value for value in (found[0][1], found[1][1]) if "rank 2 did not" in value)
-    assert "gather of unit blocks.0, bucket 0" in message
+    for _, message in found[:2]:
+        assert "gather of unit blocks.0, bucket 0: rank 2 did not take part" in message
