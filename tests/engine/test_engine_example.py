@@ -41,8 +41,21 @@ def _run(folder: Path, world: int, **more: str) -> str:
     return text
 
 
-def test_it_trains_saves_and_resumes(tmp_path: Path) -> None:
-    text = _run(tmp_path, 2)
+def _torchrun(folder: Path) -> str:
+    """As a user starts it who has torch and nothing of ours but the module."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    argv += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(SCRIPT)]
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_trains_under_torchrun_saves_and_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    text = _torchrun(tmp_path)
     losses = [float(line.split()[3]) for line in text.splitlines() if line.startswith("step ")]
     assert len(losses) == 5 and losses[-1] < losses[0]
     assert (tmp_path / "checkpoints" / "step-00000050" / "manifest.json").exists()
