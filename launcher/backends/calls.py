@@ -94,6 +94,11 @@ class Caller:
                 self._looks[transport.name] = look
             return self._looks[transport.name].runs
 
+    def ahead_s(self, transport: Transport) -> float:
+        """How far that machine's clock is ahead of ours, by the first look at it; 0 within what a look can tell."""
+        look = self._looks.get(transport.name)
+        return look.offset_s if look is not None and abs(look.offset_s) > look.error_s else 0.0
+
     def put_blobs(self, transport: Transport, blobs: Mapping[str, bytes]) -> None:
         """Sends what that machine lacks."""
         if set(blobs) <= {self.runtime_name}:

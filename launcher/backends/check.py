@@ -80,7 +80,7 @@ def _look_at(
     }
     grave = _grave(said, cluster, ranks[0] if ranks else None)
     if abs(offset_s) > _CLOCK_S + error_s:
-        grave.append(f"its clock is {offset_s:+.1f} s off this machine's: log lines will not merge in order")
+        grave.append(f"its clock is {offset_s:+.1f} s off this machine's: merged logs allow for it, its files do not")
     if said["unresolved"]:
         grave.append(f"it does not know the names of {', '.join(said['unresolved'])}: give those nodes an address")
     warnings = []

@@ -53,7 +53,10 @@ class DirectBackend:
         known = [runs for _, runs, _ in looked if runs is not None]
         if not known:
             raise first_error(looked) or UsageError(f"cluster {self._cluster.name} has no nodes")
-        return tuple(Place(self._at(node), runs if runs is not None else known[0], node) for node, runs, _ in looked)
+        return tuple(
+            Place(self._at(node), runs if runs is not None else known[0], node, self._caller.ahead_s(self._at(node)))
+            for node, runs, _ in looked
+        )
 
     def _shared_place(self) -> tuple[Place, ...]:
         first: ZerunError | None = None

@@ -18,11 +18,13 @@ from ..transports.protocol import Stream, Transport
 
 @dataclass(frozen=True)
 class Place:
-    """``runs`` is absolute and expanded. ``node`` is None when the place holds every node's files."""
+    """``runs`` is absolute and expanded. ``node`` is None when the place holds every node's files. ``ahead_s``: how far
+    that node's clock is ahead of this machine's, as far as that could be told; 0 where places hold many nodes'."""
 
     transport: Transport
     runs: str
     node: str | None = None
+    ahead_s: float = 0.0
 
 
 @dataclass(frozen=True)

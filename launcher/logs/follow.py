@@ -1,5 +1,6 @@
 """Every rank's log of an attempt as one merged stream of lines, over connections that may break.
 
+Times are this machine's: what a node's clock is ahead was measured when the node was first asked, and is taken off.
 One connection a place, one thread a connection; a cursor a rank. After a cut the place is asked again
 from the cursors, so nothing is lost and nothing repeated. What a person should know (a source was cut, is
 silent, answers again) goes to ``notice``.
@@ -183,7 +184,8 @@ class _Source:
             found = self._ranks[rank] = _Rank()
         expected = self._positions.get(rank, offset)
         self._positions[rank] = offset + len(payload)
-        found.time, found.node, found.heard_at = head["time"], head["node"] or self.place.node or "", self.heard_at
+        at = head["time"] - self.place.ahead_s  # on this machine's clock, like all others'
+        found.time, found.node, found.heard_at = at, head["node"] or self.place.node or "", self.heard_at
         if offset > expected:
             lines.append(self._own(head, f"[zerun: {offset - expected} bytes of this log are gone]"))
         elif offset < expected:
@@ -267,6 +269,8 @@ class Follower:
         for place in backend.places():
             if place.node is None or selection.wants_node(place.node):
                 ask = request(selection, str(RunFolder.at(place.runs, run).root), attempt, follow=follow)
+                if ask.get("since") is not None:
+                    ask["since"] += place.ahead_s
                 self._sources.append(_Source(place, ask, selection, self._ready))
         self._merger = Merger(len(self._sources), time.monotonic())
 

@@ -307,13 +307,18 @@ def test_the_same_nodes_need_nothing(two: LocalBackend, home: Path) -> None:
     assert put(two, home, NODES) == (None, [])
 
 
-def test_another_node_gets_what_it_needs_by_way_of_home(tmp_path: Path, home: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["by themselves", "by way of home"])
+def test_another_node_gets_what_it_needs(tmp_path: Path, home: Path, apart: bool) -> None:
     backend = local_backend(tmp_path / "cluster", ["node01", "node02", "node03"])
     write_run(backend.places()[:2], NODES)
     write_checkpoint(backend.places()[:2], NODES, 100)
+    backend.apart = apart
     said, notices = put(backend, home, ["node01", "node03"])
     assert said is not None and "node03 (2 shards" in said and "node01" not in said
-    assert any("come here first" in n for n in notices)
+    assert notices[0].startswith("step 100, from node to node: 2 shards (") and "node02 → node03" in notices[0]
+    assert any("come here first" in n for n in notices) is apart and ("from here" in said) is apart
+    if not apart:
+        assert not (home / "checkpoints").exists() or not list((home / "checkpoints").rglob("*.safetensors"))
     new = checkpoint_of(backend, 100, 2)
     assert sorted(p.name for p in new.iterdir()) == [
         "manifest.json",

@@ -26,6 +26,7 @@ import json, sys
 from launcher.agent.tail import stream
 sys.exit(stream(json.load(sys.stdin), sys.stdout.buffer))
 """
+_SERVE = _TAIL.replace("tail import stream", "pull import serve").replace("stream(", "serve(")
 _VERB = """
 import importlib, json, sys
 verb = sys.argv[1]
@@ -128,6 +129,7 @@ class LocalBackend:
         self.streams: dict[str, LocalStream] = {}
         self.asked: list[dict[str, Any]] = []
         self.down: set[str] = set()
+        self.apart = False  # nodes do not reach each other
 
     def places(self) -> Sequence[Place]:
         return self._places
@@ -150,6 +152,11 @@ class LocalBackend:
         stream = LocalStream([AGENT_PYTHON, "-c", _TAIL], json.dumps(request).encode())
         self.streams[place.transport.name] = stream
         return stream
+
+    def serve(self, place: Place, request: Mapping[str, Any]) -> LocalStream:
+        if place.transport.name in self.down or self.apart:
+            raise Unreachable(f"{place.transport.name}: no route to host")
+        return LocalStream([AGENT_PYTHON, "-c", _SERVE], json.dumps(request).encode())
 
     def close(self) -> None: ...
 

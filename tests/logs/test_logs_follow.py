@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -30,6 +31,23 @@ def texts(lines: list[LogLine]) -> list[str]:
 
 def read(backend: LocalBackend, selection: Selection = Selection(), **more: Any) -> list[LogLine]:
     return list(follow(backend, RUN, more.pop("attempt", 1), selection, **more))  # type: ignore[arg-type]
+
+
+def test_clocks_that_differ_are_allowed_for(tmp_path: Path) -> None:
+    """A node 40 s ahead wrote its times 40 s too late: the merge, `since` and what is shown are this machine's."""
+    backend = local_backend(tmp_path, ["n1", "n2"])
+    for place, rank, wrong in zip(backend.places(), (0, 1), (0.0, 40.0), strict=True):
+        folder = attempt_at(place, RUN)
+        log = Log(folder, rank)
+        for number in range(4):
+            log.write(f"{number}\n".encode(), 1000.0 + 2 * number + rank + wrong)
+        write_record(folder, str(place.node), [rank])
+    first, second = backend.places()
+    told = local_backend(tmp_path, ["n1", "n2"])
+    told._places = [first, dataclasses.replace(second, ahead_s=40.0)]
+    assert [(line.rank, line.time) for line in read(told)] == [(i % 2, 1000.0 + i) for i in range(8)]
+    assert [line.rank for line in read(backend)] == [0] * 4 + [1] * 4  # without it
+    assert [line.time for line in read(told, Selection(since=1005.0))] == [1005.0, 1006.0, 1007.0]
 
 
 class Live:
