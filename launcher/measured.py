@@ -43,7 +43,8 @@ def beside(run: Run, attempt: int, plan: Plan) -> list[Beside]:
         )
         for kind in ("parameters", "gradients", "optimizer")
     ]
-    sent = _largest(row["sent_bytes"] for row in rows)
+    # A tensor group's and that between replicas are told apart in a row; the plan's is all of them.
+    sent = _largest(sum(n for name, n in row.items() if name.endswith("sent_bytes")) for row in rows)
     lines.append(Beside("sent, bytes a rank and step", plan.sent_bytes_per_step, sent))
     peak = _largest(row["peak_allocated_bytes"] for row in rows)
     if plan.simulation is not None:
