@@ -38,6 +38,8 @@ def _head_lines(plan: Plan) -> list[str]:
     slots = sorted(set(topology.slots))
     a_node = f"{slots[0]}" if len(slots) == 1 else f"{slots[0]} to {slots[-1]}"
     cut = f", {topology.data_parallel} data-parallel × {topology.tensor} tensor" if topology.tensor > 1 else ""
+    if topology.replicas > 1:
+        cut += f"; {topology.replicas} replicas, each partitioned over {topology.shard_ranks} ranks"
     lines = [
         f"job      {plan.job_name} on {plan.cluster_name} ({plan.backend}{f', pool {plan.pool}' if plan.pool else ''})",
         f"ranks    {topology.world_size} = {_count(len(plan.nodes), 'node')}, {a_node} a node{cut}",

@@ -27,6 +27,7 @@ def told_plan(plan: Plan) -> dict[str, Any]:
         "nodes": to_plain(plan.nodes),
         "tensor": topology.tensor,
         "data_parallel": topology.data_parallel,
+        "replicas": topology.replicas,
         "time_s": plan.time_s,
         "program": to_plain(plan.program),
         "train": to_plain(train),
