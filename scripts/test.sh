@@ -37,6 +37,12 @@ fi
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     install_packages
 fi
+# The libraries of other people's scripts that tests run under zerun; `make run` needs none of them.
+if ! .venv/bin/python -c 'from importlib.metadata import version; list(map(version, ("transformers", "accelerate", "lightning")))' \
+    2>/dev/null; then
+    printf 'test: installing the extras hf and frameworks\n' >&2
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[hf,frameworks]' >&2
+fi
 scripts/lint.sh
 # Two processes: the real-cluster tests mostly wait, so one of them takes those and the other computes.
 .venv/bin/python -m pytest -n 2 --dist loadgroup "${marks[@]}" "$@"

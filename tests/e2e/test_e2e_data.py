@@ -80,6 +80,7 @@ def test_relative_data_travel_and_odd_sizes_are_refused(laptop: Site) -> None:
     assert "has no paths.node_local to stage to" in staged.stderr
 
 
+@pytest.mark.full
 def test_a_dataset_is_pushed_to_every_node_and_proven_there(rack: Site, testbed: Any) -> None:
     folder = "/scratch/trainer/sets/pile"
     table = f"datasets: {{pile: {{train: {folder}/train.bin, heldout: {folder}/held/heldout.bin}}}}\n"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
-from e2e_site import Site
+import pytest
+from e2e_site import PROGRAM, Site
 
 OWN = """\
 import os, pathlib, signal, sys, time
@@ -95,3 +99,82 @@ def test_a_programs_checkpoints_are_listed_brought_home_proven_and_handed_back(r
     logs = rack.zerun("logs", run).stdout
     assert "rank 1 goes on from code/ck/step-20: 5000 bytes of 1" in logs
     assert json.loads((home / "attempts/2/launch.json").read_text())["resume_from"] == "code/ck/step-20"
+
+
+FRAMEWORKS = """\
+import os
+
+import torch
+
+# What srun leaves in a step of Slurm's once SLURM_NTASKS*, SLURM_PROCID and SLURM_LOCALID are gone.
+os.environ.update(SLURM_JOB_ID="7", SLURM_JOB_NAME="zerun-x", SLURM_NODEID="0", SLURM_NNODES="1", SLURM_STEP_ID="0")
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+assert TorchElasticEnvironment.detect() and not SLURMEnvironment.detect()
+fabric = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
+fabric.launch()
+mean = fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="mean")
+print(f"lightning: rank {fabric.global_rank} of {fabric.world_size}, mean {mean:.1f}", flush=True)
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+told = f"{accelerator.process_index} of {accelerator.num_processes}, {accelerator.distributed_type.value}"
+total = accelerator.reduce(torch.tensor(float(accelerator.process_index)), "sum")
+print(f"accelerate: rank {told}, sum {total:.1f}", flush=True)
+torch.distributed.destroy_process_group()
+"""
+DEEPSPEED = """\
+import deepspeed, torch
+
+deepspeed.init_distributed("gloo")
+model = torch.nn.Linear(8, 8)
+config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+optimizer = torch.optim.AdamW(model.parameters())  # its own is compiled at the first start
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+for _ in range(3):
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+print(f"deepspeed: rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}, "
+      f"{engine.global_steps} steps at stage {engine.zero_optimization_stage()}", flush=True)
+"""
+
+
+def has(python: str, *modules: str) -> bool:
+    said = f"import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, {modules!r})))"
+    return subprocess.run([python, "-c", said], capture_output=True).returncode == 0
+
+
+def run_script(site: Site, text: str, *, python: str = "python", env: str = "") -> list[str]:
+    """The lines of both ranks of a script that nothing of ours was put into."""
+    site.write("script.py", text)
+    more = f"env: {{{env}}}" if env else ""
+    site.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python=python, more=more))
+    done = site.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow", code=None)
+    assert done.stdout, done.stderr
+    lines = [line.split("  ", 1)[-1] for line in site.zerun("logs", done.stdout.strip()).stdout.splitlines()]
+    assert done.returncode == 0, "\n".join(lines)
+    return sorted(lines)
+
+
+@pytest.mark.skipif(not has(sys.executable, "lightning", "accelerate"), reason="needs the extra `frameworks`")
+def test_lightning_and_accelerate_find_their_ranks_by_themselves(laptop: Site) -> None:
+    lines = run_script(laptop, FRAMEWORKS)
+    for rank in (0, 1):
+        assert f"lightning: rank {rank} of 2, mean 0.5" in lines
+        assert f"accelerate: rank {rank} of 2, MULTI_CPU, sum 1.0" in lines
+
+
+DEEPSPEED_PYTHON = os.environ.get("ZERUN_DEEPSPEED_PYTHON", sys.executable)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not has(DEEPSPEED_PYTHON, "deepspeed"),
+    reason="deepspeed is not installed: ZERUN_DEEPSPEED_PYTHON names a Python with it",
+)
+def test_a_deepspeed_script_trains_under_zerun(laptop: Site) -> None:
+    lines = run_script(laptop, DEEPSPEED, python=DEEPSPEED_PYTHON, env="DS_ACCELERATOR: cpu")
+    assert [line for line in lines if line.startswith("deepspeed: ")] == [
+        f"deepspeed: rank {rank} of 2, 3 steps at stage 2" for rank in (0, 1)
+    ]
