@@ -21,7 +21,8 @@ test-all: setup  ## the same with the full products
 lint: setup  ## ruff and mypy alone
 	@scripts/lint.sh
 
-docs: setup  ## writes docs/cli.md, docs/descriptions.md and docs/paper.md anew
+docs: setup  ## writes docs/cli.md, descriptions.md, messages.md and paper.md anew
 	@.venv/bin/python scripts/gen_cli_docs.py
 	@.venv/bin/python scripts/gen_description_docs.py
+	@.venv/bin/python scripts/gen_messages_docs.py
 	@.venv/bin/python scripts/gen_paper_docs.py

@@ -11,7 +11,7 @@ from .contract.errors import Refused, Unreachable
 from .contract.folder import RunFolder
 from .contract.plain import from_plain
 from .contract.records import NodeRecord, Outcome
-from .runs import Observation, Run
+from .runs import Observation, Progress, Run
 
 Replies = Mapping[str, Mapping[str, Any]]
 """By place name: the answer of the agent's ``state`` verb for every run folder that was asked about."""
@@ -72,6 +72,7 @@ def combine(
     records: dict[str, NodeRecord] = {}
     alive: set[str] = set()
     outcome: Outcome | None = None
+    progress: Progress | None = None
     last_lines: dict[int, Sequence[str]] = {}
     for part in attempts.get(newest, []):
         for raw in part.get("records", []):
@@ -81,6 +82,8 @@ def combine(
             records[value["node"]] = from_plain(NodeRecord, value)
         if part.get("outcome"):
             outcome = from_plain(Outcome, part["outcome"])
+        if part.get("progress"):
+            progress = from_plain(Progress, part["progress"])
         last_lines.update({int(rank): lines for rank, lines in part.get("last_lines", {}).items()})
     whole = [c for c in candidates(about) if c.whole]
     kept = [c for c in whole if not c.left] or whole
@@ -96,6 +99,7 @@ def combine(
         attempt_checkpoints=tuple(sorted(c.step for c in whole if c.attempt == newest)),
         silent=dict(silent),
         num_nodes=nodes_of(run, newest),
+        progress=progress,
     )
 
 

@@ -6,6 +6,7 @@ pieces), so each answer says what is *here*: records, outcome, which shards of w
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any, Dict, List, Optional
@@ -13,7 +14,7 @@ from typing import Any, Dict, List, Optional
 from ..contract.errors import UsageError
 from ..contract.holdings import attempt_numbers, checkpoints_here, names_in, read_json
 from ..contract.lineage import resumed_from
-from ..contract.plain import PlainError, from_plain
+from ..contract.plain import PlainError, from_plain, loads
 from ..contract.records import Announcement, NodeRecord, Outcome
 from .own_files import foreign_of
 from .space import free_bytes
@@ -80,8 +81,30 @@ def _attempt(folder: str) -> Dict[str, Any]:
         "claimed": os.path.isdir(os.path.join(folder, "claim")),
         "job_id": _job_id(folder, launch if isinstance(launch, dict) else {}),
         "last_lines": last,
+        "progress": _progress(folder, launch if isinstance(launch, dict) else {}),
         "problems": problems,
     }
+
+
+def _progress(folder: str, launch: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """Where rank 0 is, by the last whole line of its metrics."""
+    try:
+        with open(os.path.join(folder, "metrics", "rank-00000.jsonl"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+            lines = file.read(LAST_BYTES).split(b"\n")
+        last = loads(lines[-2]) if len(lines) > 1 else None
+    except (OSError, ValueError):
+        return None
+    if not isinstance(last, dict) or not isinstance(last.get("step"), int):
+        return None
+    found: Dict[str, Any] = {"step": last["step"]}
+    for key in ("loss", "step_time_s", "tokens_per_s"):
+        if isinstance(last.get(key), (int, float)) and math.isfinite(last[key]):
+            found[key] = float(last[key])
+    train = launch.get("train")
+    if isinstance(train, dict) and isinstance(train.get("steps"), int):
+        found["steps"] = train["steps"]
+    return found
 
 
 def _checked(kind: Any, path: str, problems: List[str]) -> Any:

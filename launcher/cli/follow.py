@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..contract.errors import Exit
 from . import show
 from .lines import LineWriter
+from .state_text import state_lines
 
 if TYPE_CHECKING:
     from ..app import App
@@ -56,82 +57,6 @@ def detached(run: str) -> None:
     show.note(f"detached: {run} goes on without this shell")
     show.note(f"  look again   zerun logs {run} -f    (or: zerun status {run})")
     show.note(f"  end it       zerun cancel {run}")
-
-
-def print_state(state: RunState, as_json: bool) -> None:
-    """The designed lines of ``status``: what, where, since when; then what went wrong, and what to do."""
-    if as_json:
-        show.data_json(state.to_plain())
-        return
-    for line in state_lines(state):
-        show.data(line)
-
-
-def state_lines(state: RunState) -> list[str]:
-    lines = [f"{state.run}  {state.state.replace('_', ' ')}{_since(state)}"]
-    where = f"{state.job} on {state.cluster}" if state.job else state.cluster
-    if state.nodes:
-        where += f": {' '.join(state.nodes)}"
-    if state.ranks:
-        where += f", {state.ranks} rank{'' if state.ranks == 1 else 's'}"
-    lines.append(f"  where    {where}, attempt {state.attempt}")
-    if state.why and state.cause is None:
-        lines.append(f"  why      {show.visible(state.why)}")
-    if state.outcome is not None:
-        lines.append(f"  reached  step {state.outcome.step}{_losses(state.outcome)}")
-    lines += _cause_lines(state)
-    if state.checkpoints:
-        newest = state.checkpoints[-1]
-        lines.append(f"  kept     {show.count(len(state.checkpoints), 'whole checkpoint')}, newest at step {newest}")
-    lines += [f"  note     {show.visible(note)}" for note in state.notes]
-    lines += [f"  next     {step}" for step in next_steps(state)]
-    return lines
-
-
-def _since(state: RunState) -> str:
-    if state.since is None:
-        return ""
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since))
-    return f" since {stamp} ({show.duration(time.time() - state.since)})"
-
-
-def _losses(outcome: Outcome) -> str:
-    parts = []
-    if outcome.train_loss is not None:
-        parts.append(f"train loss {outcome.train_loss:.4f}")
-    if outcome.heldout_loss is not None:
-        parts.append(f"held-out loss {outcome.heldout_loss:.4f}")
-    return f", {', '.join(parts)}" if parts else ""
-
-
-def _cause_lines(state: RunState) -> list[str]:
-    cause = state.cause
-    if cause is None:
-        return []
-    lines = [f"  cause    {show.visible(cause.sentence())}"]
-    lines += [f"           | {show.visible(line)}" for line in cause.last_lines]
-    if cause.others:
-        lines.append(f"  others   {show.visible(cause.others)}")
-    return lines
-
-
-def next_steps(state: RunState) -> list[str]:
-    """What to do now, as commands."""
-    run = state.run
-    if state.state in ("submitting", "queued", "running"):
-        return [f"zerun logs {run} -f", f"zerun cancel {run}"]
-    if state.state == "unknown":
-        return [f"zerun status {run}  (again, when the cluster answers)", f"zerun cluster check {state.cluster}"]
-    if state.state == "done":
-        if state.nodes != ("localhost",):
-            return [f"zerun collect {run}"]
-        return [f"zerun ckpt verify {run}" if state.checkpoints else f"zerun logs {run}"]
-    steps = [f"zerun logs {run}"] if state.state != "stopped" else []
-    if state.cause is not None and state.cause.exit_code == Exit.VERIFICATION:
-        # A rank refused the bytes of the checkpoint it was to go on from: never the same again.
-        other = f"zerun resume {run} --step {state.checkpoints[-1]}" if state.checkpoints else f"zerun ckpt ls {run}"
-        return [*steps, other]
-    return steps + ([f"zerun resume {run}"] if state.checkpoints or state.state == "stopped" else [])
 
 
 def summarise(app: App, state: RunState) -> None:

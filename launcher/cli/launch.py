@@ -106,7 +106,7 @@ def _follow_and_exit(app: App, run: str) -> None:
 
 def cancel_verb(run: options.Run, as_json: options.Json = False) -> None:
     """Ends every process of a run, on every node, and nothing else."""
-    from .follow import print_state
+    from .state_text import print_state
 
     app = options.open_app()
     print_state(app.cancel(app.resolve(run)), as_json)
@@ -121,7 +121,8 @@ def wait_verb(
 ) -> None:
     """Waits until a run has ended; the exit code is the job's."""
     from ..app import exit_code_of
-    from .follow import detached, print_state
+    from .follow import detached
+    from .state_text import print_state
 
     app = options.open_app()
     name = app.resolve(run)

@@ -113,7 +113,7 @@ def status_verb(
     Of a failed one: the first rank that failed, its node, exit code or signal, and its last lines.
     """
     from ..app import exit_code_of
-    from .follow import print_state
+    from .state_text import print_state
 
     app = options.open_app()
     state = app.status(app.resolve(run))
@@ -126,7 +126,7 @@ def status_verb(
 
 
 def _print_beside(state: RunState, lines: Sequence[Beside], as_json: bool) -> None:
-    from .follow import print_state
+    from .state_text import print_state
 
     if as_json:
         rows = [{"what": b.what, "planned": b.planned, "measured": b.measured, "source": b.source} for b in lines]

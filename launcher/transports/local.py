@@ -18,11 +18,12 @@ from .rsync import check_names
 
 _BLOCK = 2**20
 _SITE = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "XDG_RUNTIME_DIR", "SLURM_CONF")
+_OURS = ("ZERUN_LEASES",)  # where slots of this machine are leased: of this machine, not of whoever submits
 
 
 def site_environment() -> dict[str, str]:
     """What a command would find after a login: the submitter's own variables are never handed on."""
-    return {k: v for k, v in os.environ.items() if k in _SITE or k.startswith("LC_")}
+    return {k: v for k, v in os.environ.items() if k in _SITE or k in _OURS or k.startswith("LC_")}
 
 
 class LocalTransport:

@@ -22,7 +22,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("ZERUN_")}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("ZERUN_") or k == "ZERUN_LEASES"}
         ours = {"PYTHONPATH": str(ROOT), "ZERUN_RUNS": str(folder / "runs"), "ZERUN_CLUSTER": "laptop"}
         self.environment = {**kept, **ours}
 

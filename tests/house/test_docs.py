@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-@pytest.mark.parametrize("script", ["gen_cli_docs.py", "gen_description_docs.py"])
+@pytest.mark.parametrize("script", ["gen_cli_docs.py", "gen_description_docs.py", "gen_messages_docs.py"])
 def test_generated_pages_are_fresh(script: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / script), "--check"],
