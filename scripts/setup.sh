@@ -32,6 +32,9 @@ apt_install() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >&2
 }
 
+# What tests of `setup:` load: `module`, as sites have it.
+if [ ! -r /etc/profile.d/modules.sh ] && can_install; then apt_install environment-modules; fi
+
 fingerprint() {
     { cat pyproject.toml constraints.txt; pwd; "$venv/bin/python" -c 'import sys; print(sys.version)'; } | sha256sum
 }

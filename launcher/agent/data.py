@@ -17,6 +17,7 @@ from typing import Any, Dict, Mapping, Optional
 from ..contract.errors import ZerunError
 from ..contract.holdings import read_json
 from ..contract.plain import dumps, write_atomically
+from . import environment
 from .digest import digest as digest_here
 from .space import free_bytes
 
@@ -80,10 +81,11 @@ def _look(path: str) -> Dict[str, Any]:
 
 def read(files: Mapping[str, Optional[str]], python: str, setup: str) -> Dict[str, Optional[str]]:
     """The digests of ``files`` (path → algorithm or null), by the ranks' Python; by this one if that has none."""
-    script = f'{setup}\nexec "$0" "$@"'
-    argv = ["bash", "-c", script, os.path.expanduser(python), os.path.abspath(sys.argv[0]), "digest"]
+    shell = environment.shell_after_setup(setup)
+    argv = [*shell, os.path.expanduser(python), os.path.abspath(sys.argv[0]), "digest"]
     request = json.dumps({"files": dict(files)}).encode()
-    done = subprocess.run(argv, input=request, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    site = environment.site(os.environ)
+    done = subprocess.run(argv, input=request, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=site)
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):

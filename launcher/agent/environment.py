@@ -12,11 +12,11 @@ import pwd
 import shutil
 import stat
 from pathlib import PurePosixPath
-from typing import BinaryIO, Dict, List, Mapping, NamedTuple, Optional
+from typing import BinaryIO, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from ..contract.errors import Refused, UsageError, ZerunError
 from ..contract.folder import RunFolder
-from ..contract.launch import LaunchSpec
+from ..contract.launch import LaunchSpec, SetupPart
 from ..contract.topology import Topology
 
 Environment = Dict[str, str]
@@ -98,7 +98,14 @@ def setup_argv(said: int, text: int) -> List[str]:
     return [shutil.which("bash") or "/bin/bash", "--noprofile", "--norc", "-c", prelude, "setup"]
 
 
-def after_setup(said: BinaryIO, status: int, text: str) -> Environment:
+def shell_after_setup(setup: str) -> List[str]:
+    """A shell that reads the site's profile and ``setup`` as a job's does, then runs the words that follow. Give it
+    :func:`site`'s environment."""
+    script = f'[ -r /etc/profile ] && . /etc/profile\nset +eu\n{setup}\nexec "$0" "$@"'
+    return [shutil.which("bash") or "/bin/bash", "--noprofile", "--norc", "-c", script]
+
+
+def after_setup(said: BinaryIO, status: int, text: str, parts: Sequence[SetupPart] = ()) -> Environment:
     """The environment that ``setup`` left behind. ``status`` is the shell's exit status (128 + signal).
 
     Raises :class:`ZerunError` naming the line that failed, when bash could tell.
@@ -111,7 +118,8 @@ def after_setup(said: BinaryIO, status: int, text: str) -> Environment:
         number = int(words[1])
         if words[3] == "0" or not 0 < number <= len(lines):
             raise ZerunError(f"setup failed with status {words[2]}: bash could not read it to its end")
-        raise ZerunError(f"setup: line {number} failed with status {words[2]}: {lines[number - 1].strip()}")
+        where = _place_of(parts, number)
+        raise ZerunError(f"setup: {where} failed with status {words[2]}: {lines[number - 1].strip()}")
     if words != ["whole"]:
         raise ZerunError(f"setup ended with status {status} before its last line")
     if status:
@@ -122,6 +130,17 @@ def after_setup(said: BinaryIO, status: int, text: str) -> Environment:
         if equals:
             found[_text(name)] = _text(value)
     return {k: v for k, v in found.items() if k not in _OF_THE_SHELL}
+
+
+def _place_of(parts: Sequence[SetupPart], number: int) -> str:
+    """``clusters/uni.yaml:12`` where that is known, else whose line it is."""
+    part = next((p for p in parts if p.first <= number < p.first + p.lines), None)
+    if part is None:
+        return f"line {number}"
+    own = number - part.first + 1
+    if part.line is not None:
+        return f"{part.file}:{part.line + own - 1}"
+    return f"line {own} of the {part.of}'s setup" + (f" ({part.file})" if part.file else "")
 
 
 def read_secrets(spec: LaunchSpec) -> Environment:

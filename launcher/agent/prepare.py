@@ -108,7 +108,7 @@ class Preparation:
             if self._given_up:
                 return
             try:
-                found = environment.after_setup(said, status, self._spec.setup)
+                found = environment.after_setup(said, status, self._spec.setup, self._spec.setup_parts)
             except ZerunError as problem:
                 self._fail("setup_failed", f"{problem} (see {self._setup_log.name})")
                 return

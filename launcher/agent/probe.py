@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
-from . import outlive
+from . import environment, outlive
 from .space import free_bytes
 
 _LIMIT_S = 40.0
@@ -57,9 +57,8 @@ def probe(request: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _python(python: str, modules: List[str], setup: str) -> Dict[str, Any]:
-    script = f'{setup}\n"$0" -c "$1" "${{@:2}}"' if setup else 'exec "$0" -c "$1" "${@:2}"'
     expanded = os.path.expanduser(python)
-    done = _run(["bash", "-c", script, expanded, _FACTS, *modules])
+    done = _run([*environment.shell_after_setup(setup), expanded, "-c", _FACTS, *modules], environment.site(os.environ))
     if done is None:
         return {"python": None, "python_problem": f"{python}: no answer within {_LIMIT_S:g} s (with `setup`)"}
     lines = done.stdout.strip().splitlines()
@@ -91,7 +90,7 @@ def _why_not(python: str, setup: str, status: int, stderr: str) -> str:
     return "\n".join([f"`{python}`{after}: {last}", *told])
 
 
-def _run(argv: Sequence[str]) -> "Optional[subprocess.CompletedProcess[str]]":
+def _run(argv: Sequence[str], env: Optional[Dict[str, str]] = None) -> "Optional[subprocess.CompletedProcess[str]]":
     try:
         return subprocess.run(
             list(argv),
@@ -101,6 +100,7 @@ def _run(argv: Sequence[str]) -> "Optional[subprocess.CompletedProcess[str]]":
             timeout=_LIMIT_S,
             universal_newlines=True,
             errors="replace",
+            env=env,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

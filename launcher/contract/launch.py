@@ -33,6 +33,18 @@ class Program:
 
 
 @dataclass(frozen=True)
+class SetupPart:
+    """``lines`` lines of the setup text, from its line ``first`` (counted from 1) on: whose they are (``cluster`` or
+    ``job``), and where the first of them stands on the submitter's machine, if that is known."""
+
+    of: str
+    first: int
+    lines: int
+    file: str = ""
+    line: Optional[int] = None
+
+
+@dataclass(frozen=True)
 class LaunchSpec:
     """Everything an attempt is started from. Paths are absolute and expanded; times are seconds.
 
@@ -57,6 +69,7 @@ class LaunchSpec:
     device_kind: str = "cpu"  # cpu | gpu
     cpus_per_slot: Optional[int] = None
     setup: str = ""
+    setup_parts: Tuple[SetupPart, ...] = ()
     env: Dict[str, str] = field(default_factory=dict)
     secrets: Tuple[str, ...] = ()
     secrets_file: Optional[str] = None

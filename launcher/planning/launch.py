@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..contract.kept import Foreign
-from ..contract.launch import LaunchSpec
+from ..contract.launch import LaunchSpec, SetupPart
 from ..specs.models import Cluster, Job
+from ..specs.setup_text import SetupText
 from .plan import Plan
 
 WARN_S = 120
@@ -36,6 +37,7 @@ def launch_spec(
     """
     program, saved = job.program, job.checkpoint
     wish = WARN_S if program is None else program.stop_grace
+    setup, parts = joined_setup(cluster.setup, job.setup)
     return LaunchSpec(
         run=run,
         attempt=attempt,
@@ -52,7 +54,8 @@ def launch_spec(
         tensor=plan.topology.tensor,
         device_kind=cluster.device_of(plan.nodes[0].name).kind,
         cpus_per_slot=cluster.cpus_per_slot,
-        setup=cluster.setup,
+        setup=setup,
+        setup_parts=parts,
         env={**cluster.env, **job.env},
         secrets=job.secrets,
         secrets_file=secrets_file,
@@ -67,6 +70,21 @@ def launch_spec(
         outputs=job.outputs,
         foreign=Foreign(saved.foreign, saved.whole_when) if saved.foreign is not None else None,
     )
+
+
+def joined_setup(cluster: str, job: str) -> tuple[str, tuple[SetupPart, ...]]:
+    """The cluster's setup, then the job's, as the one text that the node's shell reads; and whose its lines are."""
+    text, parts, first = "", [], 1
+    for of, part in (("cluster", cluster), ("job", job)):
+        if not part.strip():
+            continue
+        lines = len(part.splitlines())
+        file = part.file if isinstance(part, SetupText) else ""
+        line = part.line if isinstance(part, SetupText) else None
+        parts.append(SetupPart(of, first, lines, file, line))
+        text += part if part.endswith("\n") else part + "\n"
+        first += lines
+    return text, tuple(parts)
 
 
 def warn_seconds(time_s: int | None, wish: int) -> int:

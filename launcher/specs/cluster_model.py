@@ -17,6 +17,7 @@ from .device_model import Device
 from .environment import Env
 from .mistakes import Mistake, wrong
 from .pool_model import SLURM_KEYS, Pools, pool_mistakes
+from .setup_text import Setup
 from .slurm_model import Login, Slurm, Via
 from .values import LIST, Bytes, Count, Flag, Line, PortRange, Rate, Whole, Word, choice
 
@@ -180,7 +181,7 @@ class Cluster(Description):
     network: Network = Network()
     paths: Paths = Paths()
     datasets: Datasets = Field(default_factory=lambda: values.freeze({}))
-    setup: values.AnyText = ""
+    setup: Setup = ""
     python: Python = "python3"
     agent_python: Python = "python3"
     env: Env = Field(default_factory=lambda: values.freeze({}))

@@ -18,6 +18,7 @@ from .environment import Env, Secrets
 from .mistakes import Mistake, shown, wrong
 from .optimizer_model import Optimizer, group_mistakes
 from .program_model import Program
+from .setup_text import Setup
 from .trained_model import ModelField
 from .values import (
     LIST,
@@ -139,6 +140,7 @@ class Job(Description):
     recompute: Annotated[Literal["none", "block"] | tuple[int, ...], BeforeValidator(_recompute)] = "none"
     activations: Annotated[Literal["whole", "partitioned", "host"], choice("whole", "partitioned", "host")] = "whole"
     checkpoint: Checkpoint = Checkpoint()
+    setup: Setup = ""
     env: Env = Field(default_factory=lambda: values.freeze({}))
     secrets: Secrets = ()
     outputs: Annotated[tuple[Pattern, ...], LIST] = ()

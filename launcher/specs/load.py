@@ -22,6 +22,7 @@ from .document import Document, Place, apply_set, read
 from .mistakes import did_you_mean
 from .models import Cluster, Job, NodeEntry, Nodes
 from .pools import in_pool
+from .setup_text import place_setup
 
 D = TypeVar("D", bound=Description)
 _CLUSTER_PREFIX = "cluster."
@@ -56,6 +57,7 @@ def parse_text(
         for assignment in sets:
             bare = assignment.removeprefix(_CLUSTER_PREFIX) if kind == "cluster" else assignment
             apply_set(document, bare, assignment)
+    place_setup(document, text if isinstance(text, str) else text.decode("utf-8", "replace"))
     folder = Path(filename).absolute().parent
     if kind == "job":
         job = _validated(Job, document)
