@@ -1,4 +1,4 @@
-"""The use cases around checkpoints that are at home: exported, imported, pruned.
+"""The use cases around checkpoints that are at home: exported, imported, verified.
 
 Beside :mod:`launcher.app`, and like it: returns data, prints nothing, raises ``ZerunError``.
 """
@@ -14,6 +14,8 @@ from .checkpoints.convert import export_dcp, import_state
 from .checkpoints.export import Exported, Wish, export, refuse_dtype
 from .checkpoints.foreign import collected, verify_foreign
 from .contract.errors import UsageError
+from .contract.holdings import checkpoints_here
+from .contract.lineage import left_behind, resumed_from
 from .runs import Run
 
 Notice = Callable[[str], None]
@@ -24,7 +26,10 @@ FORMS = {"safetensors": export, "dcp": export_dcp}
 def step_at_home(run: Run, step: int | None) -> Path:
     """The folder of a run's checkpoint here: of ``step``, or the newest. Raises UsageError naming what is here."""
     steps = local_steps(run.folder)
-    chosen = step if step is not None else (steps[-1] if steps else None)
+    found = {int(c["step"]): int(c["attempt"]) for c in checkpoints_here(str(run.folder)) if c["manifest"]}
+    behind = left_behind(found, resumed_from(str(run.folder)))
+    newest = max([s for s in steps if s not in behind] or steps, default=None)
+    chosen = step if step is not None else newest
     if chosen is None or chosen not in steps:
         have = ", ".join(map(str, steps)) or "none"
         raise UsageError(

@@ -26,6 +26,7 @@ _JSON_VERBS = {
     "digest": ".digest",
     "digests": ".own_files",
     "probe": ".probe",
+    "prune": ".prune",
     "left": ".quota",
     "expand": ".expand",
     "runs": ".listing",

@@ -1,14 +1,18 @@
-"""Verbs about checkpoints at home: ckpt export, ckpt import."""
+"""Verbs that make something of checkpoints, or an end of them: ckpt export, ckpt import, ckpt prune."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..contract.errors import UsageError
 from . import options, show
+from .clear import Yes, confirmed
+
+if TYPE_CHECKING:
+    from ..checkpoints.prune import Pruning
 
 To = Annotated[
     Path,
@@ -91,3 +95,50 @@ def import_verb(
         f"{show.count(made.tensors, 'tensor')}, {show.num_bytes(made.bytes)} in {show.count(len(made.files), 'file')}"
     )
     show.data(f"{what}: {made.folder}")
+
+
+def prune_verb(
+    run: options.Run,
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", min=1, help="How many of the newest whole ones stay.")
+    ] = 1,
+    remote: Annotated[bool, typer.Option("--remote", help="On the run's cluster, instead of at home.")] = False,
+    yes: Yes = False,
+    as_json: options.Json = False,
+) -> None:
+    """Deletes a run's older checkpoints, those that are damaged, and those that a resume left behind.
+
+    Says first which go, which stay and how many bytes that is, and asks; off a terminal --yes is needed. The newest
+    whole one always stays, and so does the one that a running attempt went on from.
+    """
+    from ..pruning import prune_checkpoints
+
+    app = options.open_app()
+    name = app.resolve(run)
+
+    def sure(pruning: Pruning) -> bool:
+        for line in pruning_lines(pruning):
+            show.note(line)
+        return bool(pruning.gone) and confirmed(f"delete {show.num_bytes(pruning.bytes)}?", yes)
+
+    done = prune_checkpoints(app, name, keep=keep, remote=remote, sure=sure)
+    if done is None:
+        show.note(f"{name}: nothing was deleted")
+        return
+    pruning, freed, left = done
+    if as_json:
+        show.data_json({"steps": [c.step for c in pruning.gone], "bytes": freed, "left": left})
+        return
+    for file in left:
+        show.note(f"{file} is none of ours: it stays")
+    show.data(f"{name}  {show.count(len(pruning.gone), 'checkpoint')} deleted, {show.num_bytes(freed)} free again")
+
+
+def pruning_lines(pruning: Pruning) -> list[str]:
+    lines = [f"{pruning.run}  {show.count(len(pruning.gone), 'checkpoint')}, {show.num_bytes(pruning.bytes)}, go"]
+    lines[0] += f" {pruning.where}"
+    for candidate in pruning.gone:
+        lines.append(f"  goes   {show.num_bytes(candidate.bytes):>10}  {show.visible(candidate.sentence())}")
+    for candidate, reason in pruning.stay:
+        lines.append(f"  stays  {show.num_bytes(candidate.bytes):>10}  step {candidate.step}: {reason}")
+    return lines

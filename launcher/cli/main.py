@@ -42,6 +42,7 @@ app.command("resume")(launch.resume_verb)
 app.command("rm")(clear.rm_verb)
 bring.checkpoint_verbs.command("export")(keep.export_verb)
 bring.checkpoint_verbs.command("import")(keep.import_verb)
+bring.checkpoint_verbs.command("prune")(keep.prune_verb)
 app.add_typer(bring.checkpoint_verbs, name="ckpt")
 app.add_typer(data.data_verbs, name="data")
 

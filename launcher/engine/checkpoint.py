@@ -7,7 +7,6 @@ ranks, and reads no others.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import socket
@@ -28,6 +27,7 @@ from ..contract.lineage import left_behind, resumed_from
 from ..contract.manifest import FORMAT, Manifest, ShardFile
 from ..contract.partition import Copy
 from ..contract.plain import PlainError, from_plain, to_plain, write_atomically
+from ..contract.pruning import remove_checkpoint
 from ..contract.slices import reshard_tensor
 from . import shardfile
 from .comm import barrier, gather_bytes
@@ -308,16 +308,9 @@ def _slices(runs: Sequence[Tensor], copy: Copy) -> Iterator[tuple[int, Tensor]]:
 def prune(folder: Path, keep: int) -> list[int]:
     """Deletes all but the newest ``keep`` whole checkpoints below ``folder``; returns their steps. Those that a resume
     left behind neither count nor go.
-
-    A checkpoint loses its manifest first, so that an interrupted deletion leaves none that looks whole.
     """
     steps, _ = with_manifest(folder)
     gone = steps[: max(0, len(steps) - keep)]
     for step in gone:
-        old = step_folder(folder, step)
-        (old / "manifest.json").unlink(missing_ok=True)
-        for file in sorted(old.iterdir()):
-            file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a copy that arrived just now; whoever put it there sees that all is gone
-            old.rmdir()
+        remove_checkpoint(str(step_folder(folder, step)))
     return gone

@@ -14,6 +14,7 @@ FLOORS = {
     "cli": 7,
     "app": 6,
     "keeping": 6,
+    "pruning": 6,
     "attempts": 5,
     "starting": 5,
     "measured": 5,
