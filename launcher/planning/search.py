@@ -11,7 +11,7 @@ from ..specs.models import Cluster, GptModel, Job
 from .make import draft_plan
 from .plan import Plan
 from .reasons import CannotPlan
-from .verdict import with_micro, with_recompute, with_stage, with_tensor
+from .verdict import stage_sets, with_micro, with_recompute, with_stage, with_tensor
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _degrees(job: Job, own: Plan) -> list[int]:
 def _found(plan: Plan, changed: Job, job: Job) -> Found:
     assert plan.train is not None and plan.bounds is not None and plan.judgement.needs_bytes is not None
     batch = plan.train.batch
-    sets = [f"zero.stage={plan.train.zero.stage}", f"batch.micro={batch.micro}"]
+    sets = [*stage_sets(job, plan.train.zero.stage), f"batch.micro={batch.micro}"]
     if job.batch is not None and job.batch.accumulation is not None:
         sets.append(f"batch.accumulation={batch.accumulation}")
     if plan.topology.tensor != job.parallel.tensor:

@@ -88,7 +88,7 @@ def _stages(plan: Plan, job: Job, cluster: Cluster) -> Iterator[Change]:
     zero = job.zero
     if zero is not None:
         for stage in range(zero.stage + 1, 4):
-            yield (f"zero.stage={stage}",), with_stage(job, stage), len(plan.nodes)
+            yield stage_sets(job, stage), with_stage(job, stage), len(plan.nodes)
 
 
 def _micro_batches(plan: Plan, job: Job, cluster: Cluster) -> Iterator[Change]:
@@ -136,7 +136,14 @@ def _more_nodes(plan: Plan, job: Job, cluster: Cluster) -> Iterator[Change]:
 
 def with_stage(job: Job, stage: int) -> Job:
     assert job.zero is not None
-    return job.model_copy(update={"zero": job.zero.model_copy(update={"stage": stage})})
+    changed = {"stage": stage, "reduce_with": "ordered" if stage else job.zero.reduce_with}
+    return job.model_copy(update={"zero": job.zero.model_copy(update=changed)})
+
+
+def stage_sets(job: Job, stage: int) -> tuple[str, ...]:
+    """What ``--set`` takes for :func:`with_stage`: the library's sum goes with stage 0 alone."""
+    native = job.zero is not None and job.zero.reduce_with == "native" and stage > 0
+    return (f"zero.stage={stage}", *(("zero.reduce_with=ordered",) if native else ()))
 
 
 def with_micro(job: Job, micro: int, global_batch: int, accumulation: int) -> Job:
