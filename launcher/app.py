@@ -18,7 +18,16 @@ from .attempts import Attempts, Source, keep_code, made_of, not_known, one_folde
 from .beforehand import Again, ask_first
 from .bundles import Bundle, runtime_bundle
 from .choice import tag_names
-from .contract.errors import DescriptionError, DoesNotFit, Exit, Problem, Unreachable, UsageError, ZerunError
+from .contract.errors import (
+    DescriptionError,
+    DoesNotFit,
+    Exit,
+    PartialAnswer,
+    Problem,
+    Unreachable,
+    UsageError,
+    ZerunError,
+)
 from .contract.folder import RunFolder
 from .contract.plain import to_plain
 from .observe import ask
@@ -494,21 +503,32 @@ class App:
             if backend is not None:
                 backend.close()
 
-    def login(self, name: str | None, keep_s: int) -> list[Master]:
-        """Logs in by hand to every machine of a cluster that needs it: ssh asks at this process's terminal."""
+    def login(self, name: str | None, keep_s: int) -> Iterator[tuple[Master, bool]]:
+        """Logs in by hand to every machine of a cluster that needs it: ssh asks at this process's terminal.
+
+        Each with whether it was opened anew. Raises, once all were tried, for those that could not be reached.
+        """
         from .transports.open import Connector
 
-        masters = Connector(self.cluster(name)).masters()
-        for master in masters:
-            master.open_by_hand(keep_s)
-        return masters
+        failed: list[Unreachable] = []
+        num_open = 0
+        for master in Connector(self.cluster(name)).masters():
+            try:
+                yield master, master.open_by_hand(keep_s)
+                num_open += 1
+            except Unreachable as problem:
+                failed.append(problem)
+        if failed and num_open:
+            raise PartialAnswer("; ".join(problem.message for problem in failed))
+        if failed:
+            raise failed[0]
 
     def logout(self, name: str | None) -> list[str]:
         """Ends the logins to a cluster that stand open; their names."""
         from .transports.open import Connector
 
         masters = Connector(self.cluster(name)).masters()
-        return [master.name for master in masters if master.close()]
+        return [master.name for master in reversed(masters) if master.close()]
 
     def check_cluster(self, name: str | None = None) -> list[Finding]:
         """Reaches every node in parallel; a finding each."""

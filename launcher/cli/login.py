@@ -35,7 +35,8 @@ def login_verb(
         keep_s = units.duration(keep)
     except ValueError as problem:
         raise UsageError(f"--keep {keep}: {problem}") from None
-    for made in app.login(name, keep_s):
-        show.note(f"{made.name}: logged in as {made.user} at {made.hostname}")
+    for master, anew in app.login(name, keep_s):
+        what = "logged in" if anew else "a login stands already,"
+        show.note(f"{master.name}: {what} as {master.user} at {master.hostname}")
     until = time.strftime("%a %H:%M", time.localtime(time.time() + keep_s))
     show.note(f"it stays while it is used, and {keep} longer (until {until} if nothing uses it); --close ends it")

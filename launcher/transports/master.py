@@ -144,14 +144,17 @@ class Master:
             *through, *_PLAIN, *options, self._target.host,
         ]  # fmt: skip
 
-    def open_by_hand(self, idle_s: int) -> None:
-        """Logs in with ssh asking whatever it asks, at this process's own terminal. What stood is replaced.
+    def open_by_hand(self, idle_s: int) -> bool:
+        """Logs in with ssh asking whatever it asks, at this process's own terminal.
 
-        Raises Unreachable when ssh gave up (it has said why).
+        False when a login made by hand, kept as long or longer, stands already. Raises Unreachable when ssh gave
+        up (it has said why).
         """
-        if self._gateway is not None and not self._gateway.alive():
-            self._gateway.open_by_hand(idle_s)
+        if self._gateway is not None:
+            self._gateway.ensure()  # by hand it was opened before, if it is the kind that asks
         with self._alone():
+            if self.alive() and self._kept_s() >= idle_s:
+                return False
             self.close()
             options = [
                 *replace(self._target, jump=None).options(),
@@ -160,6 +163,21 @@ class Master:
             done = subprocess.run(self._argv(options, idle_s), stdout=subprocess.DEVNULL, check=False)
             if done.returncode or not self.alive():
                 raise Unreachable(f"{self.name}: no login as {self.user} at {self.hostname}: see above")
+            self.socket.with_suffix(".kept").write_text(f"{self._pid()} {idle_s}\n")
+            return True
+
+    def _kept_s(self) -> int:
+        """How long the login that stands is kept when nothing uses it; one that no hand made counts as 0."""
+        try:
+            pid, idle_s = self.socket.with_suffix(".kept").read_text().split()
+        except (OSError, ValueError):
+            return 0
+        return int(idle_s) if pid == self._pid() else 0
+
+    def _pid(self) -> str:
+        argv = ["ssh", *self.batch_options(), "-O", "check", self._target.host]
+        said = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=quiet_environment())
+        return said.stderr.partition("pid=")[2].partition(")")[0]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -110,15 +110,18 @@ class Connector:
                 key = f"{hop.user}@{hop.host}:{hop.port}"
                 if key not in self._gate_masters:
                     hop_target, said = resolve(hop)
-                    before = gate if gate is not None or not said.jump else self._master(hop.host, hop_target, said)
-                    self._gate_masters[key] = Master(
-                        hop.host, hop_target, settings=said, gateway=before, login_command=self._login_command
-                    )
+                    if gate is None and said.jump and said.jump != settings.jump:
+                        made = self._master(hop.host, hop_target, said)  # it has a jump host of its own
+                    else:
+                        made = Master(
+                            hop.host, hop_target, settings=said, gateway=gate, login_command=self._login_command
+                        )
+                    self._gate_masters[key] = made
                 gate = self._gate_masters[key]
         return Master(name, target, settings=settings, gateway=gate, login_command=self._login_command)
 
     def masters(self) -> list[Master]:
-        """The logins that ``zerun login`` opens, one a machine: none is opened here.
+        """The logins that ``zerun login`` opens, one a machine, jump hosts first: none is opened here.
 
         Raises UsageError where nothing is logged into by the system's ssh.
         """
@@ -132,7 +135,8 @@ class Connector:
                 f"cluster {self._cluster.name} keeps no login open",
                 hint="write via: openssh under login: (Slurm) or ssh: (direct) in its description",
             )
-        return masters
+        with self._gateway_lock:
+            return [*self._gate_masters.values(), *masters]
 
     def _gateway(self, target: SshTarget, jump: str) -> FabricTransport:
         from .fabric import FabricTransport

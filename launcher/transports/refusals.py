@@ -77,7 +77,7 @@ def _login_refused(
     elif str(problem).startswith(SECOND_FACTOR):
         hint = f"write via: openssh in the cluster's description, then log in once by hand: {login_command}"
     else:
-        hint = f"try it by hand: {target.try_command()} (if that asks for a password: via: openssh, and {login_command})"
+        hint = f"try it by hand: {target.try_command()} (if that asks a password: via: openssh, and {login_command})"
     return Unreachable(f"{name}: login as {settings.user} at {settings.hostname} was refused: {problem}", hint=hint)
 
 

@@ -51,6 +51,7 @@ def test_a_second_factor_and_few_sessions(testbed: Testbed, tmp_path: Path, logi
             return at_terminal(argv, typed, cwd=project, env={"PYTHONWARNINGS": "ignore"})[0]
 
         assert by_hand(PASSWORD) == 0
+        assert not transport.master.open_by_hand(30)  # it stands already, and asks nobody
 
         def one(number: int) -> bytes:
             return transport.run(["/bin/sh", "-c", "sleep 0.3; echo $0", str(number)]).stdout
@@ -78,9 +79,10 @@ def test_a_second_factor_and_few_sessions(testbed: Testbed, tmp_path: Path, logi
 
 def test_status_255_is_the_commands_and_a_jump_host_is_one_login(testbed: Testbed, logins: None) -> None:
     log = testbed.state / "log" / "sshd.login.log"
-    before = log.read_text().count("Accepted publickey")
     target, settings = resolve(SshTarget("login", config=str(testbed.ssh_config)))
     gate = Master("login", target, settings=settings)
+    gate.close()  # of the tests before
+    before = log.read_text().count("Accepted publickey")
     behind = [_opened(node, testbed.ssh_config_of("trainer", jump=True), gate) for node in testbed.nodes]
     try:
         with ThreadPoolExecutor(4) as pool:

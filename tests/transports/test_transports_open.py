@@ -5,7 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from launcher import specs
+from launcher.contract.errors import UsageError
 from launcher.transports.open import Connector
 
 CLUSTER = """\
@@ -44,3 +47,16 @@ def test_of_one_node_there_is_one_transport_and_of_a_jump_host_too(tmp_path: Pat
         made = list(pool.map(opened.transport, ["node01", "node02"] * 4))
     assert len({id(transport) for transport in made}) == 2
     assert sorted(asked.read_text().split()) == ["gate", "node01", "node02"]
+
+
+def test_logins_by_the_systems_ssh_list_their_jump_hosts_first_and_once(tmp_path: Path) -> None:
+    config = "Host node*\n  ProxyJump inner\nHost inner\n  ProxyJump outer\n"
+    (tmp_path / "config").write_text(config)
+    text = CLUSTER.format(config=f"{tmp_path / 'config'}, via: openssh")
+    (tmp_path / "lab.yaml").write_text(text)
+    masters = Connector(specs.load_cluster(tmp_path / "lab.yaml")).masters()
+    assert [master.name for master in masters] == ["outer", "inner", *(f"node0{i}" for i in range(1, 5))]
+    inner, node = masters[1], masters[2]
+    assert node._gateway is inner and inner._gateway is masters[0] and masters[0]._gateway is None
+    with pytest.raises(UsageError, match="keeps no login open"):
+        connector(tmp_path, config).masters()
