@@ -6,17 +6,24 @@ Beside :mod:`launcher.app`, and like it: returns data, prints nothing, raises ``
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .checkpoints import Report, local_steps, verify
+from .checkpoints import Collected, Report, local_steps, verify
 from .checkpoints.convert import export_dcp, import_state
 from .checkpoints.export import Exported, Wish, export, refuse_dtype
 from .checkpoints.foreign import collected, verify_foreign
 from .contract.errors import UsageError
 from .contract.holdings import checkpoints_here
 from .contract.lineage import left_behind, resumed_from
+from .contract.pruning import remove_checkpoint
 from .runs import Run
+
+if TYPE_CHECKING:
+    from .app import App
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -68,3 +75,26 @@ def export_checkpoint(
 def import_file(source: Path, target: Path, most_bytes: int, notice: Notice) -> tuple[Exported, str]:
     """A plain torch state dict as the safetensors that ``model: {weights: …}`` takes."""
     return import_state(source, target.absolute(), most_bytes, notice)
+
+
+def collect_weights(
+    app: App, name: str, checkpoint: str, notice: Notice, progress: Progress | None = None
+) -> tuple[Collected, Exported | None]:
+    """Collects a run, and keeps of its checkpoint the consolidated weights alone, in ``RUN/weights/step-N``.
+
+    Shards that were at home before stay; those that came for this go again. None where there is no checkpoint.
+    """
+    run = app.store.load(name)
+    had = set(local_steps(run.folder))
+    got = app.collect(name, checkpoint, progress)
+    if got.step is None:
+        return got, None
+    shards = step_at_home(run, got.step)
+    target = run.folder / "weights" / shards.name
+    if target.is_dir():
+        shutil.rmtree(target)  # of this step, exported before; an attempt may have written the step again since
+    made = export(shards, target, Wish(), notice)
+    if got.step not in had:
+        remove_checkpoint(str(shards))
+        got = replace(got, checkpoint=None)
+    return got, made

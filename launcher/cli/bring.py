@@ -21,21 +21,32 @@ def collect_verb(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", metavar="WHICH", help="newest, none, or a step.")
     ] = "newest",
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Of the checkpoint keeps the consolidated weights: runs/RUN/weights.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Brings logs, metrics and a checkpoint home to runs/RUN, verified at arrival.
 
-    Done again it moves only what lacks. Exit 7 names rank, file and block of what is wrong.
+    Done again it moves only what lacks. Exit 7 names rank, file and block of what is wrong. With --weights the
+    shards that came for it go again, and one whole model in safetensors stays, without the optimizer's tensors.
     """
     app = options.open_app()
     name = app.resolve(run)
     with show.progress(f"collecting {name}") as advance:
-        collected = app.collect(name, checkpoint, advance)
+        if weights:
+            from ..keeping import collect_weights
+
+            collected, made = collect_weights(app, name, checkpoint, show.note, advance)
+        else:
+            collected, made = app.collect(name, checkpoint, advance), None
     if as_json:
-        show.data_json(collected)
+        show.data_json({**show.plain(collected), **({"weights": made} if weights else {})})
         return
     for line in _collected_lines(collected):
         show.data(line)
+    if made is not None:
+        show.data(f"  weights     {show.count(made.tensors, 'tensor')}, {show.num_bytes(made.bytes)}: {made.folder}")
 
 
 def _collected_lines(got: Collected) -> list[str]:
@@ -45,7 +56,7 @@ def _collected_lines(got: Collected) -> list[str]:
         f"  moved       {moved}, {show.num_bytes(got.moved_bytes)}",
         f"  were here   {here}, {show.num_bytes(got.here_bytes)}",
     ]
-    if got.step is not None:
+    if got.step is not None and got.checkpoint is not None:
         lines.append(
             f"  checkpoint  step {got.step}, {show.count(got.verified_shards, 'shard')} verified: {got.checkpoint}"
         )
