@@ -20,6 +20,17 @@ UPDATE_TOLERANCE = 65536
 
 
 @dataclass(frozen=True)
+class Case:
+    """One job on ``world`` ranks; ``setting`` is one of ``real_steps.SETTINGS``, or nothing."""
+
+    world: int
+    stage: int
+    recompute: str
+    train: Any
+    setting: str = ""
+
+
+@dataclass(frozen=True)
 class Row:
     """One rank of one case: bytes at each phase's peak, and by how much each category differs."""
 
@@ -31,6 +42,7 @@ class Row:
     real: dict[str, int]
     differs: dict[str, dict[str, int]]
     sent: tuple[int, int]
+    setting: str = ""
 
 
 def ranks_of(world: int) -> list[int]:
@@ -38,32 +50,56 @@ def ranks_of(world: int) -> list[int]:
     return [0, world - 1] if world == max(WORLDS) else [0]
 
 
-def rows(worlds: tuple[int, ...] = WORLDS) -> list[Row]:
-    from engine_ranks import run_ranks
-    from real_steps import config, measure_all, plain
+def plain_cases(worlds: tuple[int, ...] = WORLDS) -> list[Case]:
+    """The first table: fp32, AdamW."""
+    from real_steps import config, plain
 
-    cases = [
-        (stage, recompute, plain(config(stage, recompute=recompute))) for stage in STAGES for recompute in RECOMPUTE
+    return [
+        Case(world, stage, recompute, plain(config(stage, recompute=recompute)))
+        for world in worlds
+        for stage in STAGES
+        for recompute in RECOMPUTE
     ]
-    wanted = [(world, rank, case) for world in worlds for case in cases for rank in ranks_of(world)]
-    simulated = run_batch([_request(case[2], rank, world) for world, rank, case in wanted])
+
+
+def cases_of(setting: str, world: int = 4, stages: tuple[int, ...] = STAGES) -> list[Case]:
+    """The rows of one setting in the second table."""
+    from real_steps import plain
+    from real_steps import setting as make
+
+    kinds = ("block",) if "activations" in setting else RECOMPUTE
+    return [Case(world, s, r, plain(make(setting, s, r)), setting) for s in stages for r in kinds]
+
+
+def rows(cases: list[Case]) -> list[Row]:
+    """Every case for real, a world of ranks at a time, and on nothing."""
+    from engine_ranks import run_ranks
+    from real_steps import measure_all
+
+    wanted = [(case, rank) for case in cases for rank in ranks_of(case.world)]
+    simulated = run_batch([_request(case, rank) for case, rank in wanted])
     real: dict[int, list[list[dict[str, Any]]]] = {}
-    for world in worlds:
-        plains = [case[2] for case in cases]
+    numbers: dict[int, int] = {}
+    for world in sorted({case.world for case in cases}):
+        same = [case for case in cases if case.world == world]
+        plains = [case.train for case in same]
+        numbers.update({id(case): number for number, case in enumerate(same)})
         real[world] = (
-            [run_batch([{"real": p} for p in plains])] if world == 1 else run_ranks(world, measure_all, plains)
+            [run_batch([{"real": p} for p in plains])]
+            if world == 1
+            else run_ranks(world, measure_all, plains, timeout_s=300)
         )
-    found = []
-    for (world, rank, case), one in zip(wanted, simulated, strict=True):
-        found.append(_row(world, rank, case, one, real[world][rank][cases.index(case)]))
-    return found
+    return [
+        _row(case, rank, one, real[case.world][rank][numbers[id(case)]])
+        for (case, rank), one in zip(wanted, simulated, strict=True)
+    ]
 
 
-def _request(train: Any, rank: int, world: int) -> dict[str, Any]:
-    return {"train": train, "rank": rank, "slots": [world], "steps": 2, "points": 10}
+def _request(case: Case, rank: int) -> dict[str, Any]:
+    return {"train": case.train, "rank": rank, "slots": [case.world], "steps": 2, "points": 10}
 
 
-def _row(world: int, rank: int, case: tuple[int, str, Any], one: dict[str, Any], real: dict[str, Any]) -> Row:
+def _row(case: Case, rank: int, one: dict[str, Any], real: dict[str, Any]) -> Row:
     peaks = {peak["phase"]: peak for peak in one["peaks"]}
     differs: dict[str, dict[str, int]] = {}
     for phase in PHASES:
@@ -71,14 +107,15 @@ def _row(world: int, rank: int, case: tuple[int, str, Any], one: dict[str, Any],
         parts = {what: ours.get(what, 0) - theirs.get(what, 0) for what in {*ours, *theirs}}
         differs[phase] = {what: n for what, n in parts.items() if n}
     return Row(
-        world,
-        case[0],
-        case[1],
+        case.world,
+        case.stage,
+        case.recompute,
         rank,
         {phase: peaks[phase]["bytes"] for phase in PHASES},
         {phase: real[phase][0] for phase in PHASES},
         differs,
         (one["sent_bytes"], real["sent"]),
+        case.setting,
     )
 
 
