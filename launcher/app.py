@@ -184,6 +184,7 @@ class App:
         slots, unless ``waiting`` says how long to wait for them.
         """
         from . import datasets, specs
+        from .begin_with import check_weights
         from .planning import check_engine, make_plan
         from .starting import Waiting, start_first
 
@@ -212,6 +213,7 @@ class App:
             backend.places()  # connects: nothing is written for a cluster that does not answer, or is taken
             data = datasets.check(backend, loaded_job, loaded_cluster, plan, Path(code.root))
             about["data"] = to_plain(data)
+            begins = check_weights(backend, plan, Path(code.root))
             device_kind = loaded_cluster.device_of(plan.nodes[0].name).kind
             waiting = (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
             source = Source(loaded_job, loaded_cluster, plan, code, data=data)
@@ -223,7 +225,7 @@ class App:
                 moved = "" if loaded_cluster.local else "sent" if backend.sent(code.name) else "already there"
         finally:
             backend.close()
-        return Submitted(run.name, attempt, handle, (code.sentence(moved), *code.notes, *plan.remarks, *told))
+        return Submitted(run.name, attempt, handle, (code.sentence(moved), *code.notes, *begins, *plan.remarks, *told))
 
     # --- watch ------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ _JSON_VERBS = {
     "digests": ".own_files",
     "probe": ".probe",
     "prune": ".prune",
+    "weights": ".weights",
     "left": ".quota",
     "expand": ".expand",
     "runs": ".listing",

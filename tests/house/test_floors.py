@@ -16,6 +16,7 @@ FLOORS = {
     "keeping": 6,
     "pruning": 6,
     "attempts": 5,
+    "begin_with": 5,
     "starting": 5,
     "measured": 5,
     "network_check": 5,
