@@ -213,7 +213,7 @@ class App:
             backend.places()  # connects: nothing is written for a cluster that does not answer, or is taken
             data = datasets.check(backend, loaded_job, loaded_cluster, plan, Path(code.root))
             about["data"] = to_plain(data)
-            begins = check_weights(backend, plan, Path(code.root))
+            begins = check_weights(backend, plan, code)
             device_kind = loaded_cluster.device_of(plan.nodes[0].name).kind
             waiting = (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
             source = Source(loaded_job, loaded_cluster, plan, code, data=data)

@@ -15,13 +15,14 @@ from .contract.weights import Stored, misfits, read_weights
 
 if TYPE_CHECKING:
     from .backends.protocol import Backend
+    from .bundles import CodeBundle
     from .planning.plan import Plan
 
 MOST_TOLD = 20
 
 
-def check_weights(backend: Backend, plan: Plan, code: Path) -> list[str]:
-    """What will be begun with, in a line; none where the job names no weights. ``code``: the shipped tree here.
+def check_weights(backend: Backend, plan: Plan, code: CodeBundle) -> list[str]:
+    """What will be begun with, in a line; none where the job names no weights. ``code`` is what is shipped.
 
     Raises UsageError naming the node, the file, and every name and shape that does not fit.
     """
@@ -29,7 +30,13 @@ def check_weights(backend: Backend, plan: Plan, code: Path) -> list[str]:
     if path is None:
         return []
     if not path.startswith("/"):
-        found = read_weights(code / path)
+        found = read_weights(Path(code.root) / path)
+        lacking = sorted({s.file for s in found.values() if not code.holds(str(s.file.relative_to(code.root)))})
+        if lacking:
+            raise UsageError(
+                f"model.weights: {lacking[0]} is not in the code that is shipped from {code.root}",
+                hint="git or .zerunignore leaves it out; large files go to the cluster by themselves, with an absolute name",
+            )
         _must_fit(plan, path, found)
         return [_told(path, found)]
     nodes = {node.name for node in plan.nodes}
@@ -40,9 +47,7 @@ def check_weights(backend: Backend, plan: Plan, code: Path) -> list[str]:
         try:
             answer = backend.call(place, "weights", {"path": path})
         except UsageError as problem:
-            raise UsageError(
-                f"model.weights, on {place.transport.name}: {problem.message}", hint=problem.hint
-            ) from None
+            raise UsageError(f"model.weights: {problem.message}", hint=problem.hint) from None
         found = {
             name: Stored(name, str(tag), tuple(shape), Path(file), 0, 0)
             for name, (tag, shape, file) in answer["tensors"].items()
