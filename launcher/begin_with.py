@@ -35,7 +35,7 @@ def check_weights(backend: Backend, plan: Plan, code: CodeBundle) -> list[str]:
         if lacking:
             raise UsageError(
                 f"model.weights: {lacking[0]} is not in the code that is shipped from {code.root}",
-                hint="git or .zerunignore leaves it out; large files go to the cluster by themselves, with an absolute name",
+                hint="git or .zerunignore leaves it out; a large file is copied to the cluster, and named absolutely",
             )
         _must_fit(plan, path, found)
         return [_told(path, found)]
