@@ -20,7 +20,7 @@ EXITS = {
     Exit.USAGE: "usage or description wrong",
     Exit.DOES_NOT_FIT: "the plan does not fit",
     Exit.UNREACHABLE: "cluster unreachable, or state unknown",
-    Exit.REFUSED: "refused for safety: host key, name, path",
+    Exit.REFUSED: "refused for safety: host key, name, path; slots that another run or process holds",
     Exit.NO_SPACE: "no space",
     Exit.VERIFICATION: "verification failed: bytes that are not what the manifest says",
     Exit.PARTIAL: "only part of the nodes answered, or are well",
