@@ -23,6 +23,7 @@ RUNS = {
     "engine_2_11M": (*ENGINE, "2", "--parameters", "11M"),
     "engine_4_11M": (*ENGINE, "4", "--parameters", "11M"),
     "engine_2_25M": (*ENGINE, "2", "--parameters", "25M"),
+    "simulate": ("simulate.py", "--json"),
     "narrow_link": ("narrow_link.py", "--json"),
     # All at once would not fit the memory of this machine.
     "engine_2_85M": (*ENGINE, "2", "--parameters", "85M", "--policies", "zero1,zero2,zero3,fsdp2,fsdp2-kept"),
