@@ -8,6 +8,7 @@ stream, L blocks of which R are recomputed::
     stage 1      reduce-scatter Ψ, all-gather Ψ (of parameters)
     stage 2      reduce-scatter a·Ψ, all-gather Ψ
     stage 3      reduce-scatter a·Ψ, all-gather a·(2Ψ − kept)           kept: embedding, last norm, and by ``reshard``
+                 ``reduce_every`` decides whether the sums are a·Ψ or Ψ, at any stage
     replicas > 1 the above inside each, and all-reduce Ψ/S, counted twice    S ranks hold a replica
     tensor > 1   all-reduce a·(4·L + 2·R + 2)·b·s·h, each counted twice   tensor ranks
     partitioned  all-gather a·R·b·s·h                                   tensor ranks
@@ -83,7 +84,7 @@ def _data_messages(step: Step, accumulation: int) -> list[Message]:
         return []
     stage, zero, item, layout = step.state.zero_stage, step.zero, step.shapes.item, step.layout
     trainable = sum(unit.padded for unit in layout.units if unit.trainable)
-    times = accumulation if stage >= 2 else 1
+    times = accumulation if step.sums_every_micro_step else 1
     if stage == 0 and zero.reduce_with == "native":
         return [Message("gradients", "all-reduce", "data", trainable, step.gradient_item, native=True)]
     found = [Message("gradients", "reduce-scatter", "data", times * trainable, step.message_item)]

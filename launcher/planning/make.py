@@ -11,14 +11,14 @@ from ..contract.errors import UsageError
 from ..contract.launch import Program
 from ..contract.partition import Layout
 from ..contract.topology import Topology
-from ..specs.models import Checkpoint, Cluster, Data, FactoryModel, GptModel, Job, Optimizer
+from ..specs.models import Checkpoint, Cluster, Data, FactoryModel, GptModel, Job, Optimizer, Zero
 from . import batch as batches
 from . import options, shapes, unlike, verdict
 from .communication import bounds, step_traffic
 from .devices import check_precision, device_bytes, not_built
 from .disk import disk_of
 from .lost_disk import disk_remarks
-from .memory import MOMENTS, PRECISION_BYTES, Elements, element_bytes, plan_state, state_table
+from .memory import MOMENTS, PRECISION_BYTES, ElementBytes, Elements, element_bytes, plan_state, state_table
 from .partitioned import check_zero, layout_of, zero_of
 from .place import SlotsWish, choose_nodes, pool_remarks
 from .plan import Disk, Plan, StatePlan, TableRow
@@ -144,7 +144,7 @@ def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> 
     """State of every stage at other world sizes, from the job's own partition."""
     if not isinstance(job.model, GptModel) or job.zero is None or job.optimizer is None:
         raise UsageError(f"job {job.name}: a table needs a model whose parameters are counted here")
-    each = element_bytes(job.precision, job.zero.gradient_dtype, _moments(job.optimizer))
+    each = _element_bytes(job, job.zero, job.optimizer)
     assert plan.train is not None
     elements = Elements.of_layout(layout_of(job, job.model, plan.topology, plan.train.zero))
     return state_table(elements, each, {*worlds, plan.topology.world_size}, device_bytes(cluster))
@@ -179,7 +179,7 @@ def _state(job: Job, cluster: Cluster, topology: Topology) -> StatePlan:
         because = "a program of the user's own: its memory is not planned"
         return StatePlan(None, (), None, budget, "cannot be said", because)
     zero = _need(job, job.zero, "zero")
-    each = element_bytes(job.precision, zero.gradient_dtype, _moments(_need(job, job.optimizer, "optimizer")))
+    each = _element_bytes(job, zero, _need(job, job.optimizer, "optimizer"))
     elements, parameters = None, None
     if isinstance(job.model, GptModel):
         layout = layout_of(job, job.model, topology, zero_of(zero, len(topology.slots)))
@@ -248,6 +248,11 @@ def _batch(job: Job, cluster: Cluster, topology: Topology, kept: int | None) -> 
     if reason is not None:
         raise CannotPlan(job.name, cluster.name, [reason])
     return batch
+
+
+def _element_bytes(job: Job, zero: Zero, optimizer: Optimizer) -> ElementBytes:
+    each = element_bytes(job.precision, zero.gradient_dtype, _moments(optimizer))
+    return replace(each, whole_gradients=zero.reduce_every == "step")
 
 
 def _moments(optimizer: Optimizer) -> str:

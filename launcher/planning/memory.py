@@ -38,6 +38,8 @@ class ElementBytes:
     weights: int
     gradients: int
     optimizer: int
+    whole_gradients: bool = False
+    """Kept whole at any stage, because they are summed once a step (``zero.reduce_every: step``)."""
 
     @property
     def total(self) -> int:
@@ -112,8 +114,8 @@ def stage_memory(
     zero_stage: int, elements: Elements, each: ElementBytes, ranks: int, device_bytes: int | None = None
 ) -> StageMemory:
     """State of one of ``ranks`` data-parallel ranks (times the tensor degree: the world size)."""
-    weights = rank_bytes(zero_stage, elements, ElementBytes(each.weights, 0, 0), ranks)
-    with_gradients = rank_bytes(zero_stage, elements, ElementBytes(each.weights, each.gradients, 0), ranks)
+    weights = rank_bytes(zero_stage, elements, replace(each, gradients=0, optimizer=0), ranks)
+    with_gradients = rank_bytes(zero_stage, elements, replace(each, optimizer=0), ranks)
     total = rank_bytes(zero_stage, elements, each, ranks)
     return StageMemory(
         zero_stage=zero_stage,
@@ -145,7 +147,7 @@ def _split(zero_stage: int, each: ElementBytes) -> tuple[int, int]:
     """Bytes of a trainable parameter that every rank holds, and bytes that are divided."""
     replicated = each.total
     replicated -= each.optimizer if zero_stage >= 1 else 0
-    replicated -= each.gradients if zero_stage >= 2 else 0
+    replicated -= each.gradients if zero_stage >= 2 and not each.whole_gradients else 0
     replicated -= each.weights if zero_stage >= 3 else 0
     return replicated, each.total - replicated
 
@@ -167,7 +169,7 @@ def smallest_ranks(zero_stage: int, elements: Elements, each: ElementBytes, devi
             return rank_bytes(zero_stage, elements, each, ranks)
         divided = ElementBytes(
             each.weights if zero_stage >= 3 else 0,
-            each.gradients if zero_stage >= 2 else 0,
+            each.gradients if zero_stage >= 2 and not each.whole_gradients else 0,
             each.optimizer if zero_stage >= 1 else 0,
         )
         alone = replace(elements, frozen=elements.frozen if zero_stage >= 3 else ())

@@ -20,6 +20,7 @@ def zero_of(zero: Zero, nodes: int) -> train.Zero:
         stage=zero.stage,
         bucket_bytes=zero.bucket,
         gradient_dtype=zero.gradient_dtype,
+        reduce_every=zero.reduce_every,
         unit=None if rule is None else train.Units(rule.class_ or (), rule.names or (), rule.size),
         reshard=zero.reshard,
         prefetch=zero.prefetch,
@@ -46,8 +47,9 @@ def check_zero(job: Job, nodes: Sequence[Node], tensor: int) -> list[Reason]:
     elif zero.replicas > 1 and data_parallel == zero.replicas:
         message = f"{said} leaves one data-parallel rank to each: there is nothing to partition over"
         found.append(Reason("zero", message, "zero.stage: 0 copies everything to every rank"))
-    if zero.reduce_with == "native" and (zero.stage or zero.replicas > 1):
-        found.append(Reason("zero", "zero.reduce_with: native goes with stage 0 alone, and without replicas"))
+    if zero.reduce_with == "native" and (zero.stage or zero.replicas > 1 or zero.reduce_every == "micro_step"):
+        said = "zero.reduce_with: native goes with stage 0 alone, without replicas, and sums once a step"
+        found.append(Reason("zero", said))
     if isinstance(job.model, GptModel) and zero.unit is not None:
         try:
             shapes.gpt_layout(job.model, ranks=1, bucket_bytes=1, tensor=tensor, unit=zero.unit)

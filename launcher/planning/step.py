@@ -50,10 +50,15 @@ class Step:
         return PRECISION_BYTES[self.zero.gradient_dtype]
 
     @property
+    def sums_every_micro_step(self) -> bool:
+        """Gradients are summed in passing buckets, in every micro-step; else as slices of a whole gradient, once."""
+        return (self.zero.reduce_every or ("step" if self.state.zero_stage < 2 else "micro_step")) == "micro_step"
+
+    @property
     def message_item(self) -> int:
         """Of the messages that sum gradients: passing buckets are in the working precision, slices of a whole
         gradient in its own."""
-        return self.shapes.item if self.state.zero_stage >= 2 else self.gradient_item
+        return self.shapes.item if self.sums_every_micro_step else self.gradient_item
 
     @property
     def partitioned(self) -> bool:
@@ -183,7 +188,7 @@ def _buckets(step: Step) -> StepLine:
         return _constant("communication buckets", 0, "one rank sends nothing")
     if step.state.zero_stage == 0 and step.zero.reduce_with == "native":
         return _constant("communication buckets", 0, "the library sums in place")
-    kinds = 2 if step.state.zero_stage >= 2 else 1
+    kinds = 2 if step.sums_every_micro_step else 1
     width = bucket_width(step.layout)
     held = kinds * IN_FLIGHT * width * step.message_item
     note = f"{kinds * IN_FLIGHT} buffers of {width * step.message_item:,} bytes, allocated once"

@@ -65,10 +65,11 @@ class Zero(Description):
     stage: Annotated[Literal[0, 1, 2, 3], choice(0, 1, 2, 3)]
     bucket: Annotated[Bytes, values.at_least(1)] = 25_000_000
     gradient_dtype: Annotated[Literal["fp32", "bf16", "fp16"], choice(*PRECISIONS)] = "fp32"
+    reduce_every: Annotated[Literal["micro_step", "step"] | None, choice("micro_step", "step")] = None
     unit: Annotated[Units | None, BeforeValidator(_unit)] = None
-    reshard: Annotated[
-        Literal["keep_last", "after_forward", "keep"], choice("keep_last", "after_forward", "keep")
-    ] = "keep_last"
+    reshard: Annotated[Literal["keep_last", "after_forward", "keep"], choice("keep_last", "after_forward", "keep")] = (
+        "keep_last"
+    )
     prefetch: Annotated[Whole, values.at_least(0, 64)] = 1
     replicas: Annotated[int | Literal["nodes"], BeforeValidator(_replicas)] = 1
     reduce_with: Annotated[Literal["ordered", "native"], choice("ordered", "native")] = "ordered"
@@ -82,3 +83,5 @@ class Zero(Description):
                 yield Mistake(("reduce_with",), f"{said}, not with {stage}")
             elif whole_or_none(replicas) != 1:
                 yield Mistake(("reduce_with",), "native does not go with replicas: its sum is over all ranks at once")
+            elif given.get("reduce_every") == "micro_step":
+                yield Mistake(("reduce_every",), "native sums whole gradients, once a step: reduce_every: step")

@@ -29,6 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "filled units": {"stage": 3, "unit": {"size": "1MB"}, "reshard": "after_forward"},
     "native": {"stage": 0, "reduce_with": "native"},
+    "whole gradients": {"stage": 3, "reduce_every": "step"},
+    "passing buckets": {"stage": 1, "reduce_every": "micro_step"},
     **{f"replicas {stage}": {"stage": stage, "replicas": 2} for stage in range(4)},
 }
 _SMALL = Units(names=("blocks.*.attention", "blocks.*.mlp"))
@@ -54,7 +56,7 @@ def _measured(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def test_the_lines_are_what_real_steps_hold() -> None:
-    for name, real in _measured(["small units of replicas"]).items():
+    for name, real in _measured(["small units of replicas", "whole gradients"]).items():
         _check(name, real)
 
 
