@@ -9,18 +9,14 @@ figures are those of the machine it runs on, and what must hold whatever the mac
 from __future__ import annotations
 
 import argparse
-import datetime
 import html
-import json
-import multiprocessing
 import os
-import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import measuring
 import policies
+import ranks
 import torch
 import torch.distributed as dist
 
@@ -35,46 +31,22 @@ WIDTH, LEFT, ROW, GAP = 1000, 110, 11, 6
 
 def trace(world: int, stage: int, size: str, out: Path) -> list[list[Span]]:
     """The spans of one step of every rank, in rank order; ``out`` holds them in Chrome's format."""
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "torch.distributed", "policies", "launcher.engine.zero"])
-    with tempfile.TemporaryDirectory() as folder:
-        kept = str(Path(folder, "spans"))
-        place = (world, str(Path(folder, "store")))
-        ranks = [server.Process(target=_rank, args=(r, place, (stage, size), str(out), kept)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit("a rank failed; its traceback stands above")
-        return [[Span(*row) for row in rows] for rows in json.loads(Path(kept).read_text())]
+    everyone = ranks.run(world, _traced, stage, size, str(out))[0]
+    return [[Span(*row) for row in rows] for rows in everyone]
 
 
-def _rank(rank: int, place: tuple[int, str], what: tuple[int, str], out: str, kept: str) -> None:
-    (world, store), (stage, size) = place, what
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+def _traced(rank: int, world: int, stage: int, size: str, out: str) -> list[list[Span]]:
     seen = Trace()
     optimizer = {"lr": policies.LR, "betas": policies.BETAS, "eps": policies.EPS, "clip": policies.CLIP}
     config = {"zero": {"stage": stage, "bucket_bytes": policies.BUCKET_BYTES}, "optimizer": optimizer}
     engine = ZeroEngine(policies.make_model(size), config, comm=seen.of(connect()))
     seen.watch(engine)
-    for number in range(WARM_UPS + 1):
-        tokens = policies.batch(size, number, rank)
-        dist.barrier()
-        if number < WARM_UPS:
-            _step(engine, seen, tokens)
-            continue
-        with seen.recording():
-            _step(engine, seen, tokens)
-    spans = seen.write(out, engine.comm)
-    if rank == 0:
-        Path(kept).write_text(json.dumps(spans))
+    for number in range(WARM_UPS):
+        _step(engine, seen, policies.batch(size, number, rank))
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # no destructor that waits for the others
+    with seen.recording():
+        _step(engine, seen, policies.batch(size, WARM_UPS, rank))
+    return seen.write(out, engine.comm)
 
 
 def _step(engine: ZeroEngine, seen: Trace, tokens: torch.Tensor) -> None:
@@ -95,10 +67,10 @@ def covered(spans: Iterable[Span]) -> int:
     return total
 
 
-def table(ranks: Sequence[Sequence[Span]]) -> str:
+def table(everyone: Sequence[Sequence[Span]]) -> str:
     heads = ("rank", "step", "messages under way", "waited for them", "waited in all", "of messages hidden")
     rows = [heads]
-    for rank, spans in enumerate(ranks):
+    for rank, spans in enumerate(everyone):
         whole = max(s.end for s in spans) - min(s.begin for s in spans)
         messages = [s for s in spans if s.kind in (GATHER, REDUCE)]
         names = {s.what for s in messages}
@@ -141,13 +113,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("step-trace.json"), help="default step-trace.json")
     parser.add_argument("--svg", type=Path, help="draw rank 0's step")
     given = parser.parse_args()
-    ranks = trace(given.world, given.stage, given.parameters, given.out)
+    everyone = trace(given.world, given.stage, given.parameters, given.out)
     load = os.getloadavg()[0]
     busy = f"load {load:.1f}" + (", a busy machine" if load >= measuring.QUIET_LOAD else "")
     caption = f"stage {given.stage}, {given.world} ranks, {given.parameters} parameters, rank 0's step; {busy}"
-    print(f"{table(ranks)}\n{caption}\n{given.out}: open it in https://ui.perfetto.dev")
+    print(f"{table(everyone)}\n{caption}\n{given.out}: open it in https://ui.perfetto.dev")
     if given.svg:
-        given.svg.write_text(picture(ranks[0], caption), encoding="utf-8")
+        given.svg.write_text(picture(everyone[0], caption), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+"""Peaks at stage 3 are what they are stated to be: state, one unit, the buckets and activations, and a tenth more."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def peaks() -> Iterator[Any]:
+    before = list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import peaks
+
+    yield peaks
+    sys.path[:] = before
+
+
+@pytest.mark.parametrize("name", ["GPT, 8 × 192", "convolutions, 8 × 96"])
+@pytest.mark.parametrize(
+    ("world", "how"),
+    [(2, "block"), *(pytest.param(w, h, marks=pytest.mark.full) for w, h in ((2, "none"), (4, "none"), (4, "block")))],
+)
+def test_the_peak_is_within_a_tenth_of_what_it_is_made_of(peaks: Any, name: str, world: int, how: str) -> None:
+    import ranks
+
+    found = peaks.worst(ranks.run(world, peaks.measure, name, how))
+    assert 1 < found.over <= 1 + peaks.WITHIN, found
+    assert found.activations > found.unit and found.buckets <= 4 * found.unit
+
+
+def test_the_page_shows_every_case(peaks: Any) -> None:
+    page = peaks.PAGE.read_text("utf-8").split(peaks.BEGIN, 1)[1].split(peaks.END, 1)[0]
+    for name, world, how in peaks.CASES:
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {name} | {world} | {how} |")]
+        assert 1 < float(row.split("|")[-2].strip().rstrip("×")) <= 1 + peaks.WITHIN
