@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract.errors import Refused, ZerunError
+from ..specs.pools import in_pool
+from . import check_room
 from .calls import Caller, side_by_side
 from .check_slots import logout_warning, outlives, with_slots
 from .protocol import Finding
@@ -39,7 +41,8 @@ def check_slurm(cluster: Cluster, login: Transport, caller: Caller, slurm: Calla
     limits, and what ``sbatch --test-only`` says."""
     try:
         node = _look_at(f"login {login.name}", login, cluster, caller, None)
-        return [node, _partition(cluster, slurm), _test_only(cluster, slurm)]
+        pools = [in_pool(cluster, name) for name in cluster.pools] if cluster.pools else [cluster]
+        return [node, *(finding for one in pools for finding in (_partition(one, slurm), _test_only(one, slurm)))]
     except ZerunError as problem:
         return [_unreached(f"login {login.name}", problem)]
 
@@ -78,7 +81,10 @@ def _look_at(
         "clock_offset_s": offset_s,
         "outlives_logout": outlives(said["outlives"]) if ranks else None,
     }
-    grave = _grave(said, cluster, ranks[0] if ranks else None)
+    left = caller.call(at, "left", {"paths": check_room.paths_of(cluster, runs)})
+    facts.update(check_room.facts_of(left))
+    facts["free_bytes"] = left["runs"].get("free_bytes", said["free_bytes"])
+    grave = [*_grave(said, cluster, ranks[0] if ranks else None), *check_room.problems_of(left)]
     if abs(offset_s) > _CLOCK_S + error_s:
         grave.append(f"its clock is {offset_s:+.1f} s off this machine's: merged logs allow for it, its files do not")
     if said["unresolved"]:
@@ -117,7 +123,7 @@ def _partition(cluster: Cluster, slurm: Callable[..., Result]) -> Finding:
     text = done.stdout.decode("utf-8", "replace")
     rows = [dict(w.split("=", 1) for w in line.split() if "=" in w) for line in text.splitlines() if line.strip()]
     row = next((r for r in rows if name or r.get("Default") == "YES"), None)
-    title = f"partition {name or (row or {}).get('PartitionName', '(default)')}"
+    title = f"{_of_pool(cluster)}partition {name or (row or {}).get('PartitionName', '(default)')}"
     if done.returncode or row is None:
         said = done.stderr.decode("utf-8", "replace").strip() or "Slurm has no default partition"
         return Finding(title, ok=False, problems=(said,))
@@ -134,6 +140,10 @@ def _partition(cluster: Cluster, slurm: Callable[..., Result]) -> Finding:
 
 
 def _test_only(cluster: Cluster, slurm: Callable[..., Result]) -> Finding:
+def _of_pool(cluster: Cluster) -> str:
+    return f"pool {cluster.pool}: " if cluster.pools else ""
+
+
     """What Slurm would do with a job on one node with everything that the description asks for."""
     said = cluster.slurm
     slots = cluster.slots or 1
@@ -149,8 +159,10 @@ def _test_only(cluster: Cluster, slurm: Callable[..., Result]) -> Finding:
         gpu = f"{said.gpu_type}:{slots}" if said.gpu_type else str(slots)
         words.append(f"--gres=gpu:{gpu}" if said.gpus_by == "gres" else f"--gpus-per-node={gpu}")
     words += [f"--{name}" + ("" if value is None else f"={value}") for name, value in said.extra.items()]
+    words += ["--exclusive"] if said.exclusive else []
     done = slurm(*words, "--wrap=true")
     lines = [line.replace("sbatch: ", "") for line in done.stderr.decode("utf-8", "replace").splitlines() if line]
     if done.returncode:
-        return Finding("sbatch --test-only", ok=False, problems=("; ".join(lines) or "sbatch failed",))
-    return Finding("sbatch --test-only", ok=True, facts={"says": lines[-1] if lines else "nothing"})
+    title = f"{_of_pool(cluster)}sbatch --test-only"
+        return Finding(title, ok=False, problems=("; ".join(lines) or "sbatch failed",))
+    return Finding(title, ok=True, facts={"says": lines[-1] if lines else "nothing"})

@@ -1,0 +1,134 @@
+"""The first day on a cluster nobody described yet: discovered, checked, filled in, submitted to a pool, set up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_site import GPT, Site
+
+JOB = """\
+name: p
+pool: {pool}
+nodes: 1
+slots_per_node: 2
+time: 1:00
+code: {{root: ..}}
+setup: |
+  export FROM_JOB=$FROM_CLUSTER:job
+  export EARLY=job
+env: {{LATE: job, LITERAL: "~/$HOME"}}
+program: {{argv: [python3, script.py], stop_grace: 5s}}
+"""
+SCRIPT = """\
+import os
+names = ("FROM_JOB", "EARLY", "LATE", "LITERAL", "RANK", "PLANTED", "HOME")
+print(*(f"{name}={os.environ.get(name)}" for name in names), flush=True)
+"""
+FILLED = """\
+  runs: ~/zerun
+  node_local: $SLURM_TMPDIR/x
+setup: |
+  echo made ready on $(hostname)
+  export FROM_CLUSTER=${UNSET_BEFORE}cluster EARLY=cluster LATE=cluster
+env: {LATE: cluster, OMP_NUM_THREADS: '1'}
+"""
+
+
+def test_a_cluster_is_discovered_and_a_job_runs_in_one_of_its_pools(site: Site, testbed: Any) -> None:
+    site.environment["PLANTED"] = "from the submitter"
+    config = str(testbed.ssh_config)
+    out = site.zerun("cluster", "discover", "login", "--ssh-config", config, "--out", "clusters/uni.yaml")
+    assert "to fill in" in out.stderr
+    text = (site.folder / "clusters/uni.yaml").read_text()
+    for told in ("MaxNodes: a job gets at most 1", "partition closed is DOWN", "preemptible: true", "account: lab"):
+        assert told in text, text
+    shown = site.json("cluster", "show", "uni")
+    assert list(shown["pools"]) == ["train", "urgent", "tiny"] and shown["pool"] == "train"
+    assert (shown["pools"]["train"]["slots"], shown["pools"]["train"]["time_max"]) == (2, "3600s")
+    assert shown["pools"]["urgent"]["preemptible"] is False
+    site.write("clusters/uni.yaml", text.replace("  runs: ~/zerun\n", FILLED).replace("MiB ", "KiB "))
+    checked = site.zerun("cluster", "check", "uni", code=None).stdout
+    assert "pool tiny: sbatch --test-only" in checked and "home_free_files" in checked
+    assert "node_local known inside a job alone" in checked
+
+    site.write("script.py", SCRIPT)
+    site.write("jobs/p.yaml", JOB.format(pool="tniy"))
+    wrong = site.zerun("submit", "jobs/p.yaml", "-c", "uni", code=2)
+    assert "jobs/p.yaml:2:7:" in wrong.stderr and "did you mean 'tiny'" in wrong.stderr
+    site.write("jobs/p.yaml", JOB.format(pool="tiny"))
+    long = site.zerun("submit", "jobs/p.yaml", "-c", "uni", "--set", "time=5:00", code=2)
+    assert "pool tiny allows 00:02:00; enough is in pool train and urgent" in long.stderr
+    said = site.zerun("submit", "jobs/p.yaml", "-c", "uni", "--follow")
+    assert "would start 20" in said.stderr and "in partition tiny" in said.stderr
+    run = said.stdout.strip()
+    lines = sorted(site.zerun("logs", run).stdout.splitlines())
+    want = "FROM_JOB=cluster:job EARLY=job LATE=job LITERAL=~/$HOME RANK={} PLANTED=None HOME=/home/trainer"
+    assert [line.split("  ", 1)[1] for line in lines] == [want.format(0), want.format(1)]
+    folder = testbed.home() / "zerun" / run / "attempts/1"
+    assert (folder / "logs/setup-node01.log").read_text() == "made ready on node01\n"
+    assert "#SBATCH --requeue" in (folder / "script").read_text(), "tiny can be preempted"
+
+    broken = ("--set", "pool=urgent", "--set", "setup=no-such-tool")
+    failed = site.zerun("submit", "jobs/p.yaml", "-c", "uni", *broken, "--follow", code=1).stdout.strip()
+    told = site.zerun("status", failed).stdout
+    assert "line 1 of the job's setup (--set setup) failed with status 127: no-such-tool" in told, told
+
+
+def test_a_setup_that_fails_is_told_by_its_file_and_line(laptop: Site) -> None:
+    text = (
+        JOB.format(pool="x").replace("pool: x\n", "").replace("  export EARLY=job", "  module-that-is-not-there load x")
+    )
+    laptop.write("jobs/p.yaml", text)
+    laptop.write("script.py", SCRIPT)
+    said = laptop.zerun("submit", "jobs/p.yaml", "-c", "here", code=1)
+    words = "jobs/p.yaml:8 failed with status 127: module-that-is-not-there load x"
+    assert words in said.stderr
+    assert words in laptop.zerun("status", "last").stdout
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Any]:
+    """A disk of its own as paths.runs: ``small("size=900k")`` → its folder."""
+    folder = tmp_path / "small"
+
+    def mount(options: str) -> Path:
+        folder.mkdir()
+        if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small", folder]).returncode:
+            pytest.skip("a small disk needs a tmpfs of our own (root)")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", folder], check=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("size=900k", "checkpoints take 1.31 MB"), ("size=90m,nr_inodes=40", "more can be made (inodes)")],
+)
+def test_checkpoints_without_room_are_refused_before_anything_is_made(
+    laptop: Site, small: Any, options: str, words: str
+) -> None:
+    """A checkpoint of this model is 435 kB by the plan's arithmetic; on disk 438 kB, and 9 kB of manifest."""
+    folder = small(options)
+    laptop.environment["ZERUN_RUNS"] = str(folder)
+    job = GPT.format(name="g", nodes=1, stage=2, steps=5, every=2).replace("keep: 3", "keep: 2")
+    laptop.write("jobs/g.yaml", job)
+    planned = laptop.json("plan", "jobs/g.yaml", "-c", "here")
+    assert (planned["checkpoints_at_once"], planned["disk_bytes"]) == (3, 3 * planned["checkpoint_bytes"])
+    refused = laptop.zerun("submit", "jobs/g.yaml", "-c", "here", code=6)
+    assert words in refused.stderr and (" are left" in refused.stderr or "inodes" in options)
+    assert not list(folder.glob("g-*"))
+    if "inodes" not in options:
+        return
+    shutil.rmtree(folder / ".blobs", ignore_errors=True)
+    subprocess.run(["mount", "-o", "remount,nr_inodes=4000", folder], check=True)
+    run = laptop.zerun("submit", "jobs/g.yaml", "-c", "here", "--follow").stdout.strip()
+    lying = [sum(f.stat().st_size for f in c.iterdir()) for c in (folder / run / "checkpoints").iterdir() if c.is_dir()]
+    assert len(lying) == 2
+    assert all(0.97 < planned["checkpoint_bytes"] / size <= 1 for size in lying), lying
