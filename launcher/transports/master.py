@@ -200,7 +200,8 @@ class Master:
             )
         if "Permission denied" in said or "Too many authentication failures" in said:
             return Unreachable(
-                f"{self.name}: the key alone does not log {where} in, and nobody is asked here: {_last(said)}",
+                f"{self.name}: the key alone does not log {where} in, and nobody is asked here ({self._login_command} "
+                f"does): {_last(said)}",
                 hint=f"log in once, by hand: {self._login_command}",
             )
         if "Could not resolve hostname" in said:

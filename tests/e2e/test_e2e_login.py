@@ -23,7 +23,7 @@ print("rank", os.environ["RANK"], "here", flush=True)
 
 def _master(site: Site) -> int:
     """The pid of the login that stands open."""
-    sockets = [p for p in (Path(site.environment["XDG_RUNTIME_DIR"]) / "zerun").iterdir() if p.suffix != ".lock"]
+    sockets = [p for p in (Path(site.environment["XDG_RUNTIME_DIR"]) / "zerun").iterdir() if not p.suffix]
     said = subprocess.run(["ssh", "-F", "none", "-S", sockets[0], "-O", "check", "x"], capture_output=True, text=True)
     found = re.search(r"pid=(\d+)", said.stderr)
     assert found, said
@@ -61,6 +61,7 @@ def test_a_second_factor_is_typed_once(slurm: Site, testbed: Any, tmp_path: Path
 
         run = slurm.zerun("submit", str(job), "--cluster", "guarded").stdout.strip()
         assert slurm.zerun("wait", run).returncode == 0
+        going = slurm.zerun("submit", str(job), "--cluster", "guarded").stdout.strip()
         # Four of them share a login that gives two sessions at a time.
         asking = [slurm.start("logs", run) for _ in range(4)]
         for process in asking:
@@ -72,6 +73,7 @@ def test_a_second_factor_is_typed_once(slurm: Site, testbed: Any, tmp_path: Path
         assert guard.log.read_text().count("Accepted password") == 1
 
         os.kill(_master(slurm), signal.SIGKILL)
+        assert "zerun login guarded" in slurm.json("status", going)["why"]
         for verb in (("logs", run), ("submit", str(job), "--cluster", "guarded")):
             lost = slurm.zerun(*verb, code=4)
             assert "zerun login guarded" in lost.stderr

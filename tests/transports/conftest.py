@@ -16,7 +16,7 @@ def logins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
     yield
     for socket in (folder / "zerun").glob("*"):
-        if socket.suffix != ".lock":
+        if not socket.suffix:
             subprocess.run(["ssh", "-F", "none", "-S", str(socket), "-O", "exit", "login"], capture_output=True)
     if before is None:
         del os.environ["XDG_RUNTIME_DIR"]
