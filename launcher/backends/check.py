@@ -139,11 +139,11 @@ def _partition(cluster: Cluster, slurm: Callable[..., Result]) -> Finding:
     return Finding(title, ok=not problems, facts=facts, problems=tuple(problems))
 
 
-def _test_only(cluster: Cluster, slurm: Callable[..., Result]) -> Finding:
 def _of_pool(cluster: Cluster) -> str:
     return f"pool {cluster.pool}: " if cluster.pools else ""
 
 
+def _test_only(cluster: Cluster, slurm: Callable[..., Result]) -> Finding:
     """What Slurm would do with a job on one node with everything that the description asks for."""
     said = cluster.slurm
     slots = cluster.slots or 1
@@ -158,11 +158,11 @@ def _of_pool(cluster: Cluster) -> str:
     if said.gpus_by != "none":
         gpu = f"{said.gpu_type}:{slots}" if said.gpu_type else str(slots)
         words.append(f"--gres=gpu:{gpu}" if said.gpus_by == "gres" else f"--gpus-per-node={gpu}")
-    words += [f"--{name}" + ("" if value is None else f"={value}") for name, value in said.extra.items()]
     words += ["--exclusive"] if said.exclusive else []
+    words += [f"--{name}" + ("" if value is None else f"={value}") for name, value in said.extra.items()]
     done = slurm(*words, "--wrap=true")
     lines = [line.replace("sbatch: ", "") for line in done.stderr.decode("utf-8", "replace").splitlines() if line]
-    if done.returncode:
     title = f"{_of_pool(cluster)}sbatch --test-only"
+    if done.returncode:
         return Finding(title, ok=False, problems=("; ".join(lines) or "sbatch failed",))
     return Finding(title, ok=True, facts={"says": lines[-1] if lines else "nothing"})
