@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_models import MODELS, batches, digest, relative, train, undistributed, whole_state
 from engine_ranks import outcomes, run_ranks
 
+from launcher.checkpoints import needed_shards, relayout
+from launcher.contract import partition
 from launcher.contract.errors import UsageError
+from launcher.contract.topology import Topology
 from launcher.contract.train import AdamW, Zero
 from launcher.engine.checkpoint import read_manifest
+from launcher.engine.comm import Alone, NativeComm
 from launcher.engine.config import EngineConfig
 from launcher.engine.loop import traffic_of
 from launcher.engine.ranks import Ranks, checked_topology
@@ -68,6 +73,35 @@ def _parity(rank: int, world: int, name: str, dtype: torch.dtype, count: int, bo
 @pytest.mark.parametrize("name", ["gpt", pytest.param("odd", marks=pytest.mark.full)])
 def test_float64_equals_undistributed_after_every_step(name: str) -> None:
     run_ranks(4, _parity, name, torch.float64, 4, (1e-12, 1e-12))
+
+
+def _collectives(rank: int, world: int) -> None:
+    """The library's collectives in place of messages between ranks, as on NCCL: the same training, the same counts."""
+    topology, groups = Topology((world,), 1, 2), {}
+    for of in (topology.shard_group, topology.replica_group):
+        for members in dict.fromkeys(of(r) for r in range(world)):
+            made = dist.new_group(list(members))
+            if rank in members:
+                groups[of] = NativeComm(made)
+    everyone = NativeComm()
+    ranks = Ranks(everyone, everyone, Alone(), *groups.values())
+    steps = batches(3, 8, 37)
+    losses, states = undistributed("gpt", steps, OPTIMIZER, torch.float64)
+    for stage in range(4):
+        config = EngineConfig(Zero(stage, 3000, replicas=2), OPTIMIZER)
+        engine = ZeroEngine(MODELS["gpt"][0]().double(), config, ranks=ranks)
+        before = traffic_of(ranks)["replica_volume_elements"]
+        assert [loss for loss, _ in train(engine, steps)] == pytest.approx(losses, rel=1e-12)
+        found = whole_state(engine)
+        assert max(relative(found[n], v) for n, v in states[-1].items()) < 1e-12, stage
+        psi = sum(u.padded for u in engine.layout.units)
+        assert traffic_of(ranks)["replica_volume_elements"] - before == 3 * 2 * psi // 2
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_the_librarys_collectives_do_the_same() -> None:
+    run_ranks(4, _collectives)
 
 
 @pytest.mark.full
@@ -137,6 +171,17 @@ def test_each_shard_is_saved_once_and_read_with_and_without_replicas(tmp_path: P
             assert {bits for bits, _ in found} == {saved[0][0]}
             if other == (world, stage, replicas):
                 assert found[0][1] == saved[0][1], "and goes on to the bit"
+
+
+def test_a_node_of_another_replica_is_brought_the_first_ones_shards() -> None:
+    """Where nothing is shared a node reads what it did not write."""
+    rows = partition.gpt_parameters(1, 8, 8, 16)
+    old = partition.build(rows, ranks=2, bucket_bytes=1000, tensor=2, replicas=2)
+    same = relayout(old, 2, 1000, replicas=2)
+    assert same == old
+    assert needed_shards(old, same, range(4, 8)) == {0, 1, 2, 3} == needed_shards(old, same, range(4))
+    assert needed_shards(old, same, [6]) == needed_shards(old, same, [2]) == {2}
+    assert needed_shards(old, relayout(old, 4, 1000), [0]) < {0, 1, 2, 3}
 
 
 def _narrow(rank: int, world: int) -> None:
