@@ -12,11 +12,14 @@ import pytest
 from e2e_site import GPT, PROGRAM, Site, describe_rack
 from test_e2e_slurm import TELL, VALUES, wait_for_checkpoint
 
+from launcher.contract.weights import read_weights
+
 
 def test_four_machines_then_resumed_on_two(rack: Site, testbed: Any, leftovers: Callable[[str], list[str]]) -> None:
     rack.write("jobs/g.yaml", GPT.format(name="g", nodes=4, stage=3, steps=400, every=20))
-    run = rack.zerun("submit", "jobs/g.yaml", "--cluster", "rack").stdout.strip()
-    wait_for_checkpoint(rack, run, 20)
+    background = ("--set", "checkpoint.background=true")
+    run = rack.zerun("submit", "jobs/g.yaml", "--cluster", "rack", *background).stdout.strip()
+    wait_for_checkpoint(rack, run, 40)
     rack.zerun("cancel", run, code=None)
     assert rack.json("status", run)["state"] == "cancelled"
     assert leftovers(run) == []
@@ -30,6 +33,17 @@ def test_four_machines_then_resumed_on_two(rack: Site, testbed: Any, leftovers: 
     manifest = json.loads(max((folder / "checkpoints").glob("*/manifest.json")).read_bytes())
     assert {s["node"] for s in manifest["shards"]} == {"node01", "node02"}
     rack.zerun("ckpt", "verify", run)
+    # The weights alone of an older one: its shards come, one model stays.
+    older = min(c["step"] for c in rack.json("ckpt", "ls", run) if c["whole"])
+    got = rack.json("collect", run, "--checkpoint", str(older), "--weights")
+    assert got["checkpoint"] is None and not (folder / f"checkpoints/step-{older:08d}").exists()
+    weights = read_weights(folder / f"weights/step-{older:08d}")
+    assert {n: s.shape for n, s in weights.items()} == {
+        p["name"]: tuple(p["shape"]) for unit in manifest["layout"]["units"] for p in unit["parameters"]
+    }
+    told = rack.zerun("ckpt", "prune", run, "--remote", "--yes").stderr
+    assert f"step {older}: whole" in told and "the newest whole one" in told
+    assert [c["step"] for c in rack.json("ckpt", "ls", run)] == [manifest["step"]]
 
 
 @pytest.mark.parametrize("user", ["tess", "nora"])

@@ -229,6 +229,21 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_resume_left_behind_neither_counts_nor_goes(tmp_path: Path) -> None:
+    """``keep`` is about the line that the run is on: else the newest of an abandoned line would cost the new ones."""
+    engine = engine_of("gpt", stage=0)
+    folder = tmp_path / "checkpoints"
+    for attempt, resumed in ((1, None), (2, 2)):
+        (tmp_path / f"attempts/{attempt}/metrics").mkdir(parents=True)
+        (tmp_path / f"attempts/{attempt}/metrics/rank-00000.jsonl").touch()
+        (tmp_path / f"attempts/{attempt}/launch.json").write_text(json.dumps({"resume_step": resumed}))
+    for attempt, step in ((1, 1), (1, 2), (1, 8), (1, 9), (2, 3), (2, 4)):
+        checkpoint.save(engine, folder, step, checkpoint.About(attempt=attempt))
+    assert checkpoint.newest(folder) == 4
+    assert checkpoint.prune(folder, 2) == [1, 2]
+    assert sorted(int(p.name[5:]) for p in folder.iterdir()) == [3, 4, 8, 9]
+
+
 def _one_disk_is_full(rank: int, world: int, folder: str) -> None:
     engine = engine_of("gpt", stage=2)
     target = Path(folder)
