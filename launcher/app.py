@@ -155,7 +155,8 @@ class App:
 
         loaded_job, loaded_cluster = self.describe(job, cluster, sets)
         plan = make_plan(loaded_job, loaded_cluster)
-        code = self.attempts.code(job.resolve().parent, loaded_job)
+        known = {name: os.environ[name] for name in loaded_job.secrets if name in os.environ}
+        code = self.attempts.code(job.resolve().parent, loaded_job, known)
         run = self.store.new_name(plan.job_name, datetime.datetime(2000, 1, 1)).rsplit("-", 3)[0] + "-RUN"
         runs = loaded_cluster.paths.runs or str(self.store.root)
         source = Source(loaded_job, loaded_cluster, plan, code)

@@ -370,7 +370,7 @@ def _judge(run: Run, seen: Observation) -> tuple[State, str]:
     if run.handle is None and not records and seen.poll.state in ("absent", "unknown"):
         return _without_handle(run, seen)
     if len(records) >= seen.num_nodes and all(r.state == "ended" for r in records):
-        return _ended(run, seen)
+        return _begins_again(run, seen) or _ended(run, seen)
     over = seen.poll.state in ("ended", "absent")
     living = [r for r in records if r.node in seen.alive]
     if records and not living and over and not seen.silent:
@@ -401,6 +401,18 @@ def _without_handle(run: Run, seen: Observation) -> tuple[State, str]:
     if seen.poll.state == "unknown":
         return "unknown", f"its submit lost the answer, and {seen.poll.why or 'the cluster does not answer'}"
     return "failed", "its submit was cut before anything reached the cluster"
+
+
+def _begins_again(run: Run, seen: Observation) -> tuple[State, str] | None:
+    """A job that Slurm took its nodes from (preempted, requeued) waits for the next attempt: it is over when Slurm
+    says so, not when its agents have ended. None for what is over."""
+    if run.handle is None or run.handle.backend != "slurm" or run.last("cancelling", attempt=run.attempt):
+        return None
+    if seen.poll.state == "queued":
+        return "queued", f"attempt {seen.attempt} was ended by Slurm, the next one waits: {seen.poll.why}"
+    if seen.poll.state == "running" and {r.failure.kind for r in seen.records if r.failure} == {"cancelled"}:
+        return "running", "Slurm told it to stop: it ends, or begins again"
+    return None
 
 
 def _ended(run: Run, seen: Observation) -> tuple[State, str]:

@@ -401,7 +401,7 @@ class Agent:
     def _all_down(self) -> None:
         self._down = True
         self._ranks.close()
-        self._delete_secrets()
+        container.end(self._spec, [rank.rank for rank in self._ranks.all if rank.signalled])
         if self._settled:
             self._end()
         else:
@@ -411,12 +411,19 @@ class Agent:
     def _end(self) -> None:
         self._keeper.state = "ended"
         self._keeper.ended_at = self._keeper.ended_at or time.time()
+        self._delete_secrets()
         self._write()
         failure = self._keeper.failure
         self._log(f"ended: {failure.message if failure else 'every rank ended well'}")
 
     def _delete_secrets(self) -> None:
-        """The node that unpacked for all deletes for all; without a shared disk each deletes its own."""
+        """The node that unpacked for all deletes for all; without a shared disk each deletes its own. What Slurm may
+        begin again (it told us to stop, a node was lost, ranks saved and stopped) keeps them: whoever sees the job's
+        end, or cancels it, deletes them then."""
+        failure = self._keeper.failure
+        again = failure.kind in ("cancelled", "node_lost") if failure else any(r.exit_code for r in self._ranks.all)
+        if again and os.environ.get("SLURM_JOB_ID"):
+            return
         if self._spec.secrets_file and (self._me.node_rank == 0 or not self._spec.shared):
             with contextlib.suppress(OSError):
                 os.unlink(self._spec.secrets_file)

@@ -157,6 +157,7 @@ def run_script(site: Site, text: str, *, python: str = "python", env: str = "") 
     return sorted(lines)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has(sys.executable, "lightning", "accelerate"), reason="needs the extra `frameworks`")
 def test_lightning_and_accelerate_find_their_ranks_by_themselves(laptop: Site) -> None:
     lines = run_script(laptop, FRAMEWORKS)
