@@ -102,7 +102,8 @@ def next_steps(state: RunState) -> list[str]:
             return [f"zerun collect {run}"]
         return [f"zerun ckpt verify {run}" if state.checkpoints else f"zerun logs {run}"]
     steps = [f"zerun logs {run}"] if state.state != "stopped" else []
-    if state.cause is not None and state.cause.exit_code == Exit.VERIFICATION:
+    cause = state.cause
+    if cause is not None and cause.exit_code == Exit.VERIFICATION and any("shard" in line for line in cause.last_lines):
         # A rank refused the bytes of the checkpoint it was to go on from: never the same again.
         other = f"zerun resume {run} --step {state.checkpoints[-1]}" if state.checkpoints else f"zerun ckpt ls {run}"
         return [*steps, other]
