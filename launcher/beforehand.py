@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .attempts import Attempts, Source, one_folder
-from .contract.errors import NoSpace
+from .contract.errors import NoSpace, UsageError
 
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Place
+    from .specs.models import Cluster
 
 
 class Again(NamedTuple):
@@ -33,9 +34,25 @@ def ask_first(
     """
     places = backend.places()
     notes = [] if force else _room(backend, source, places, again.checkpoints)
+    notes += _image(backend, source.cluster, places)
     launch = attempts.launch(source, run, again.attempt, one_folder(places), resume_step=None)
     expected = backend.would_start(attempts.render(source, launch))
     return (*notes, *([expected] if expected else []))
+
+
+def _image(backend: Backend, cluster: Cluster, places: Sequence[Place]) -> list[str]:
+    """Raises UsageError naming the machines on which the container's image is not to be had."""
+    box = cluster.container
+    if box is None:
+        return []
+    request = {"runtime": box.runtime, "image": box.image, "login": backend.name == "slurm"}
+    told = [(place.transport.name, backend.call(place, "image", request)) for place in places]
+    wrong = [f"{name}: {answer['problem']}" for name, answer in told if answer["problem"]]
+    if wrong:
+        raise UsageError(
+            "; ".join(wrong), hint="container.image names a file of the cluster, or what its runtime knows"
+        )
+    return sorted({str(answer["note"]) for _, answer in told if answer["note"]})
 
 
 def _room(backend: Backend, source: Source, places: Sequence[Place], there: int) -> list[str]:

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 packages=(slurm-wlm slurmdbd mariadb-server munge openssh-server openssh-client tini iproute2 rsync shellcheck tcsh
-    python3 python3-venv git procps util-linux)
+    python3 python3-venv git procps util-linux podman runc)
 
 installed() { dpkg-query --show --showformat='${db:Status-Status}' "$1" 2>/dev/null | grep -qx installed; }
 

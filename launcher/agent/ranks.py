@@ -16,7 +16,7 @@ from ..contract.folder import AttemptFolder
 from ..contract.launch import LaunchSpec
 from ..contract.records import RankRecord
 from ..contract.topology import Topology
-from . import environment, processes
+from . import container, environment, processes
 from .capture import Capture
 from .environment import Environment, Seat
 from .loop import Loop
@@ -132,12 +132,17 @@ class Ranks:
             if rank == 0 and listener is not None:
                 own["ZERUN_LISTEN_FD"] = str(listener)
                 inherited = (listener,)
-            self._start_one(rank, argv, folder, own, inherited)
+            words = argv if spec.container is None else container.argv_in(spec, own, str(folder), argv)
+            self._start_one(rank, words, folder, own, inherited)
         return argv[0]
 
     def _argv(self, own: Environment, folder: str) -> List[str]:
         """``python`` as the first word of a program is the cluster's ``python:``, like the engine's."""
         spec = self._spec
+        if spec.container is not None:  # what PATH means out here means nothing in there
+            program = [] if spec.program is None else list(spec.program.argv)
+            engine = [spec.python, spec.runtime, "engine", "--run-dir", spec.run_dir, "--attempt", str(spec.attempt)]
+            return [spec.python if word == "python" else word for word in program[:1]] + program[1:] or engine
         if spec.program is None:
             python = environment.resolve(spec.python, own, folder)
             return [python, spec.runtime, "engine", "--run-dir", spec.run_dir, "--attempt", str(spec.attempt)]
@@ -183,8 +188,15 @@ class Ranks:
         number = stop_signal_of(self._spec)
         for rank in self.living:
             if not rank.warned:
-                for stat in processes.listeners(rank.process.pid, number):
+                for stat in self._listeners(rank, number):
                     rank.warned = processes.send(stat, number) or rank.warned
+
+    def _listeners(self, rank: Rank, number: int) -> List[processes.Stat]:
+        """Whoever of a rank handles the signal. A container's client hands on any signal, also to who does not: there
+        the processes inside are asked."""
+        if self._spec.container is None:
+            return processes.listeners(rank.process.pid, number)
+        return container.listeners(self._spec.token, rank.rank, rank.process.pid, number)
 
     def close(self) -> None:
         for rank in self.all:

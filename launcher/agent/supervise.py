@@ -26,7 +26,7 @@ from ..contract.errors import Busy, Refused, ZerunError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.records import Announcement, Failure, ProcessId
-from . import leases, processes, rendezvous, replicas
+from . import container, leases, processes, rendezvous, replicas
 from .control import Council, Peer
 from .coordinator import Coordinator
 from .environment import Environment, Seat
@@ -207,8 +207,8 @@ class Agent:
         first = sum(node.slots for node in self._spec.nodes[: self._me.node_rank])
         seat = Seat(first, self._me.node_rank, self._me.node, self._meeting.address, self._meeting.port, interface)
         listener = self._listener
-        if listener is not None and self._spec.program is not None:
-            # A program binds the port itself: let it go in the last moment.
+        if listener is not None and (self._spec.program is not None or self._spec.container is not None):
+            # A program binds the port itself, and nothing is inherited by a container: let it go in the last moment.
             listener.close()
             listener = None
         try:
@@ -384,6 +384,8 @@ class Agent:
 
     def _round(self) -> None:
         left = processes.descendants([os.getpid()])
+        if self._spec.container is not None:  # a daemon's children are not ours, and still this attempt's
+            left += [stat for stat in processes.marked(self._spec.token) if stat not in left]
         if left and time.monotonic() - (self._killing_since or 0.0) < _KILLING_S:
             for rank in self._ranks.living:
                 rank.signalled = True

@@ -59,8 +59,9 @@ def _look_at(
 ) -> Finding:
     runs = caller.ready(at)
     request = {
-        "python": cluster.python,
-        "modules": list(MODULES),
+        # What ranks import lies in the container; out here only the agent runs.
+        "python": cluster.python if cluster.container is None else cluster.agent_python,
+        "modules": list(MODULES) if cluster.container is None else [],
         "resolve": list(ranks[1]) if ranks else [],
         "path": runs,
         "setup": cluster.setup,

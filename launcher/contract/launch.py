@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Dict, Optional, Tuple
 
+from .container import Container
 from .data_files import DataFile
 from .kept import Foreign
 from .train import TrainConfig
@@ -86,6 +87,7 @@ class LaunchSpec:
     foreign: Optional[Foreign] = None  # the program's own checkpoints
     resume_from: Optional[str] = None  # one of them, relative to run_dir
     replicas: int = 0  # copies of each shard on the nodes after its own, where nothing is shared
+    container: Optional[Container] = None  # that ranks run in; the agent stays outside
     job_id: Optional[str] = None  # Slurm's, filled in when the script claims the attempt
     restart_count: int = 0
     node_local: Optional[str] = None  # a folder of each node's own disk, not expanded: agent.expand does, after setup

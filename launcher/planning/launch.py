@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..contract.container import Container
 from ..contract.kept import Foreign
 from ..contract.launch import LaunchSpec, SetupPart
 from ..specs.models import Cluster, Job
@@ -67,9 +68,19 @@ def launch_spec(
         resume_step=resume_step,
         replicas=0 if cluster.paths.shared else job.checkpoint.replicas,
         node_local=cluster.paths.node_local,
+        container=container_of(cluster),
         outputs=job.outputs,
         foreign=Foreign(saved.foreign, saved.whole_when) if saved.foreign is not None else None,
     )
+
+
+def container_of(cluster: Cluster) -> Container | None:
+    from ..specs.container_model import mount_of
+
+    said = cluster.container
+    if said is None:
+        return None
+    return Container(said.runtime, said.image, tuple(mount_of(mount) for mount in said.mounts), said.arguments)
 
 
 def joined_setup(cluster: str, job: str) -> tuple[str, tuple[SetupPart, ...]]:

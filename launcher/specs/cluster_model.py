@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from ..contract.folder import is_safe_name
 from . import nodelist, values
+from .container_model import Container
 from .dataset_model import Datasets
 from .description import Description
 from .device_model import Device
@@ -166,10 +167,6 @@ class Cluster(Description):
     Left out they are ``python3``, and on the laptop cluster the very interpreter that runs zerun.
     """
 
-    NOT_BUILT: ClassVar[Mapping[str, str]] = {
-        "container": "",
-    }
-
     name: Name
     backend: Annotated[Literal["slurm", "direct"], choice("slurm", "direct", same={"ssh": "direct"})]
     login: Login | None = None
@@ -184,6 +181,7 @@ class Cluster(Description):
     setup: Setup = ""
     python: Python = "python3"
     agent_python: Python = "python3"
+    container: Container | None = None  # python is then the container's own
     env: Env = Field(default_factory=lambda: values.freeze({}))
     ssh: Ssh = Ssh()
     leases: Flag = True  # direct: slots that another run holds are refused
@@ -192,7 +190,8 @@ class Cluster(Description):
     def prepare(cls, given: dict[str, Any]) -> dict[str, Any]:
         given = {k: v for k, v in given.items() if not (k in {"python", "agent_python"} and v == "")}
         if _is_local(given):
-            given.setdefault("python", sys.executable)
+            if not given.get("container"):
+                given.setdefault("python", sys.executable)
             given.setdefault("agent_python", sys.executable)
         return given
 
