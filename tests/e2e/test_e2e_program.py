@@ -68,7 +68,9 @@ outputs: ["samples/**", "$ZERUN_RUN_DIR/out/*"]
 def test_a_programs_checkpoints_are_listed_brought_home_proven_and_handed_back(rack: Site, testbed: Any) -> None:
     rack.write("train.py", OWN)
     rack.write("jobs/own.yaml", JOB)
-    run = rack.zerun("submit", "jobs/own.yaml", "--cluster", "rack", "--follow", code=75).stdout.strip()
+    submitted = rack.zerun("submit", "jobs/own.yaml", "--cluster", "rack", "--follow", code=75)
+    run = submitted.stdout.strip()
+    assert ", sent" in submitted.stderr and json.loads((rack.run_folder(run) / "code.json").read_text())["files"] >= 3
     assert rack.json("status", run)["state"] == "stopped"
     found = [(c["name"], c["step"], c["whole"], c["bytes"]) for c in rack.json("ckpt", "ls", run)]
     assert found == [

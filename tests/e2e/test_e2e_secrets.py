@@ -80,7 +80,9 @@ def test_secrets_live_through_a_requeue_and_are_gone_at_the_end(
     slurm.zerun("collect", run)
     assert not kept.exists() and places_of(b"planted-77b1", home, slurm.folder / "runs") == []
     # One that waits in the queue has a file too, which cancel removes.
-    waiting = slurm.zerun(*submit, "--set", "cluster.slurm.extra.begin=now+1hour").stdout.strip()
+    submitted = slurm.zerun(*submit, "--set", "cluster.slurm.extra.begin=now+1hour")
+    assert "already there" in submitted.stderr, "the same code is not sent twice"
+    waiting = submitted.stdout.strip()
     assert (home / ".secrets" / f"{waiting}.json").exists()
     slurm.zerun("cancel", waiting, code=None)
     assert not (home / ".secrets" / f"{waiting}.json").exists()
