@@ -541,12 +541,15 @@ class App:
         finally:
             backend.close()
 
-    def check_network(self, name: str | None, nodes: int | None, notice: Notice) -> list[Finding]:
+    def check_network(
+        self, name: str | None, nodes: int | None, notice: Notice, *, pool: str | None = None
+    ) -> list[Finding]:
         """A job of its own: all pairs of nodes on a real port, then a small all-reduce whose sum is known."""
+        from . import specs
         from .network_check import Templates, check_network
 
         templates = Templates(self.attempts.templates, self.attempts.user_templates)
-        return check_network(self.cluster(name), nodes, templates, notice)
+        return check_network(specs.in_pool(self.cluster(name), pool), nodes, templates, notice)
 
     def push_data(
         self,

@@ -75,6 +75,9 @@ def cluster_check(
             "--nodes", metavar="N", min=1, help="How many nodes --job takes. Default: 2 under Slurm, else all of them."
         ),
     ] = None,
+    pool: Annotated[
+        str | None, typer.Option("--pool", metavar="POOL", help="In which pool --job runs. Default: the cluster's.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Reaches every node and says what a job would meet there: one line a node.
@@ -84,11 +87,11 @@ def cluster_check(
 
     Exit 8 when something is not well, 4 when no node could be reached.
     """
-    if nodes is not None and not job:
-        raise UsageError("--nodes is for --job", hint="zerun cluster check --job --nodes N")
+    if (nodes is not None or pool is not None) and not job:
+        raise UsageError("--nodes and --pool are for --job", hint="zerun cluster check --job --nodes N --pool POOL")
     findings = options.open_app().check_cluster(name)
     if job and any(f.facts.get("reached") for f in findings):
-        findings += options.open_app().check_network(name, nodes, show.note)
+        findings += options.open_app().check_network(name, nodes, show.note, pool=pool)
     if as_json:
         show.data_json(findings)
     else:

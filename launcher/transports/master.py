@@ -24,6 +24,8 @@ from ..contract.errors import Refused, Unreachable, ZerunError
 from .quoting import for_proxy_command
 from .target import CONNECT_S, SshSettings, SshTarget, resolve
 
+_DOWN_S = 5.0  # who just did not answer is not asked again at once: one command asks a machine several things
+_DENIED_S = 600.0  # logins that are refused again and again (by wait, by logs --follow) get their sender locked out
 IDLE_S = 60  # a master that nobody logged into by hand goes when nothing has used it for so long
 _LONGEST = 104 - 1 - 17  # a socket's path with its end, and what ssh appends while it makes one
 _TRIES = 5
@@ -31,6 +33,10 @@ _LOGIN_S = CONNECT_S + 30.0
 _SHED = ("kex_exchange_identification", "Connection reset by", "Connection closed by", "ssh_exchange_identification")
 _PLAIN = ("-o", "ClearAllForwardings=yes", "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "RemoteCommand=none",
           "-o", "PermitLocalCommand=no", "-o", "RequestTTY=no")  # fmt: skip
+
+
+class _Denied(Unreachable):
+    """The key alone was not enough: nothing will change by trying."""
 
 
 class Master:
@@ -49,6 +55,7 @@ class Master:
         self._target, self._settings = (target, settings) if settings is not None else resolve(target)
         self._gateway = gateway
         self._login_command = login_command
+        self._failed: tuple[float, ZerunError] | None = None  # until when the answer is known
         self.user, self.hostname = self._settings.user, self._settings.hostname
 
     @property
@@ -97,21 +104,31 @@ class Master:
         with self._alone():
             if self.alive():
                 return
+            if self._failed is not None and time.monotonic() < self._failed[0]:
+                known = self._failed[1]
+                raise type(known)(known.message, hint=known.hint)
             if self._gateway is not None:
                 self._gateway.ensure()
-            said = ""
-            for attempt in range(_TRIES):
-                problem = self._open_quietly()
-                if problem is None:
-                    return
-                if not _is_shed(problem):
-                    raise self._in_words(problem)
-                said = problem
-                time.sleep((0.3 * 2**attempt) * (0.5 + random.random()))
-            raise Unreachable(
-                f"{self.name}: {_last(said)}",
-                hint="its sshd may shed load (MaxStartups), or something else answers on that port",
-            )
+            problem = self._try()
+            if problem is not None:
+                denied = isinstance(problem, _Denied)
+                self._failed = (time.monotonic() + (_DENIED_S if denied else _DOWN_S), problem)
+                raise problem
+
+    def _try(self) -> ZerunError | None:
+        said = ""
+        for attempt in range(_TRIES):
+            answer = self._open_quietly()
+            if answer is None:
+                return None
+            if not _is_shed(answer):
+                return self._in_words(answer)
+            said = answer
+            time.sleep((0.3 * 2**attempt) * (0.5 + random.random()))
+        return Unreachable(
+            f"{self.name}: {_last(said)}",
+            hint="its sshd may shed load (MaxStartups), or something else answers on that port",
+        )
 
     def _open_quietly(self) -> str | None:
         """None once it stands, else what ssh said."""
@@ -199,7 +216,7 @@ class Master:
                 hint=f"compare the fingerprint, then accept it: {self._target.accept_command()}",
             )
         if "Permission denied" in said or "Too many authentication failures" in said:
-            return Unreachable(
+            return _Denied(
                 f"{self.name}: the key alone does not log {where} in, and nobody is asked here ({self._login_command} "
                 f"does): {_last(said)}",
                 hint=f"log in once, by hand: {self._login_command}",

@@ -7,11 +7,12 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from testbed.cluster import Testbed
+from testbed.cluster import Testbed, wait_until
 from testbed.second_factor import PASSWORD, at_terminal, second_factor
 
 from launcher.contract.errors import Exit, Refused, Unreachable
@@ -44,6 +45,13 @@ def test_a_second_factor_and_few_sessions(testbed: Testbed, tmp_path: Path, logi
         with pytest.raises(Unreachable, match="nobody is asked") as told:
             transport.run(["true"])
         assert told.value.exit_code == Exit.UNREACHABLE and COMMAND in str(told.value.hint)
+        knocks = "Connection closed by authenticating user"
+        wait_until(lambda: knocks in guard.log.read_text(), 5.0, "the server tells of no refused login")
+        asked = guard.log.read_text().count(knocks)
+        with pytest.raises(Unreachable, match="nobody is asked"):  # not by knocking again: that locks people out
+            transport.run(["true"])
+        time.sleep(0.3)
+        assert guard.log.read_text().count(knocks) == asked
 
         def by_hand(password: str) -> int:
             typed = [("password:", password)] + [("password:", "no")] * 2
