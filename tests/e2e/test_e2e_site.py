@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from e2e_site import GPT, Site
+from testbed.cluster import wait_until
 
 JOB = """\
 name: p
@@ -26,6 +28,7 @@ env: {{LATE: job, LITERAL: "~/$HOME"}}
 program: {{argv: [python3, script.py], stop_grace: 5s}}
 """
 SCRIPT = """\
+import json
 import os
 names = ("FROM_JOB", "EARLY", "LATE", "LITERAL", "RANK", "PLANTED", "HOME")
 print(*(f"{name}={os.environ.get(name)}" for name in names), flush=True)
@@ -132,3 +135,35 @@ def test_checkpoints_without_room_are_refused_before_anything_is_made(
     lying = [sum(f.stat().st_size for f in c.iterdir()) for c in (folder / run / "checkpoints").iterdir() if c.is_dir()]
     assert len(lying) == 2
     assert all(0.97 < planned["checkpoint_bytes"] / size <= 1 for size in lying), lying
+
+
+@pytest.mark.full
+def test_a_preemptible_pool_goes_on_when_its_nodes_come_back(slurm: Site, testbed: Any) -> None:
+    """Slurm takes the nodes for a job of a higher partition; the laptop is away meanwhile."""
+    text = (slurm.folder / "clusters/uni.yaml").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("nodes:", "slurm:"))]
+    pool = (
+        '{partition: train, nodes: "node[01-04]", slots: 2, cpus_per_slot: 1, memory_per_slot: 1GiB, preemptible: true}'
+    )
+    slurm.write("clusters/uni.yaml", "\n".join([*lines, f"pools: {{train: {pool}}}", ""]))
+    slurm.write("jobs/g.yaml", GPT.format(name="g", nodes=4, stage=2, steps=4000, every=10))
+    submitted = slurm.zerun("submit", "jobs/g.yaml", "-c", "uni")
+    assert "pool train is preemptible" in submitted.stderr and "newest whole checkpoint" in submitted.stderr
+    run = submitted.stdout.strip()
+    wait_until(lambda: any(c["whole"] for c in slurm.json("ckpt", "ls", run)), 120, "no checkpoint", every_s=1.0)
+    urgent = ["sbatch", "--parsable", "-A", "lab", "-p", "urgent", "-N4", "--exclusive", "-t", "3", "--wrap=sleep 5"]
+    testbed.exec("login", urgent)
+    folder = testbed.home() / "zerun" / run
+
+    def again() -> bool:
+        job = (folder / "attempts/1/job").read_text().strip()
+        testbed.exec("login", ["scontrol", "update", f"JobId={job}", "StartTime=now"], user=None, check=False)
+        return (folder / "attempts/2/nodes/node01.json").exists()
+
+    wait_until(again, 120, "no second attempt", every_s=2.0)
+    launch = json.loads((folder / "attempts/2/launch.json").read_bytes())
+    assert launch["resume_step"] and launch["resume_step"] % 10 == 0 and launch["restart_count"] == 1
+    state = slurm.json("status", run)
+    assert (state["state"], state["attempt"]) == ("running", 2)
+    slurm.zerun("cancel", run, code=None)
+    assert slurm.json("status", run)["state"] == "cancelled"

@@ -58,4 +58,10 @@ while kill -0 "$step" 2>/dev/null; do
   wait "$step"
 done
 wait "$step" # the shell remembers how srun ended: the worst of its tasks
-exit "$?"
+status=$?
+
+# Slurm queues again what it had to kill, not what ended well in the time that it gave. So this asks for it itself.
+if scontrol -o show job "$SLURM_JOB_ID" 2>/dev/null | grep -q ' PreemptTime=[0-9]'; then
+  scontrol requeue "$SLURM_JOB_ID" && sleep 120
+fi
+exit "$status"
