@@ -7,6 +7,7 @@ Where a run would read a value (a norm, a flag), see ``engine.nothing``.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import resource
@@ -282,12 +283,13 @@ def own_lines(problem: BaseException) -> str:
 
 
 def user_frames(problem: BaseException) -> list[traceback.FrameSummary]:
-    """The frames that are neither torch's nor ours."""
+    """The frames that are neither torch's nor ours, nor those of the import itself."""
     own = str(Path(__file__).parent.parent)
     return [
         frame
         for frame in traceback.extract_tb(problem.__traceback__)
-        if not frame.filename.startswith((own, "<")) and "site-packages/torch" not in frame.filename
+        if not frame.filename.startswith((own, "<", importlib.__path__[0]))
+        and "site-packages/torch" not in frame.filename
     ]
 
 

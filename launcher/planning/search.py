@@ -44,12 +44,20 @@ class Searched:
 def search(job: Job, cluster: Cluster) -> Searched:
     """Plans (stage, tensor degree, micro-batch, recomputation) at the job's nodes and global batch.
 
-    Tensor degrees are those that cut the model evenly inside a node, and the job's own. Raises UsageError for a model
-    that is not the reference GPT, and for a cluster without device memory: nothing could be said to fit.
+    Tensor degrees are those that cut the model evenly inside a node (across nodes each block's sums would cross the
+    slow links), and the job's own. Raises UsageError for a model that is not the reference GPT, and for a cluster
+    without device memory: nothing could be said to fit.
     """
     own = draft_plan(job, cluster)
+    if own.train is None:
+        raise UsageError(f"job {own.job_name} runs a program of its own: there is nothing of it to plan")
     if not own.step or own.global_batch is None:
-        raise UsageError("a search needs shapes to plan with, and those of a user's own model are not known here")
+        named = f"factory {own.train.factory.factory}" if own.train.factory else "this model"
+        raise UsageError(
+            f"a search plans thousands of settings from shapes; how many parameters {named} has, and what a step of it "
+            "keeps, is known only when it runs",
+            hint="--simulate with --set runs one setting on nothing; --parameters N --ranks N plans state alone",
+        )
     if own.state.device_bytes is None:
         raise UsageError(f"cluster {cluster.name} has no device memory", hint="write device: {memory: …} into it")
     found, planned, unsure = [], 0, 0

@@ -64,7 +64,15 @@ class Batch(Description):
             yield Mistake((), "batch needs global or accumulation beside micro")
         whole, micro = whole_or_none(given.get("global")), whole_or_none(given.get("micro"))
         if whole and micro and micro > 0 and whole % micro:
-            yield Mistake(("global",), f"global {whole} is not a multiple of micro {micro}")
+            yield Mistake(("global",), _no_multiple(whole, micro))
+
+
+def _no_multiple(whole: int, micro: int) -> str:
+    """The nearest that do: how many ranks there are is known to the planner alone, which says the rest."""
+    below = whole // micro * micro
+    near = f"{below} and {below + micro}" if below else str(micro)
+    divides = next(m for m in range(min(whole, micro, 4096), 0, -1) if whole % m == 0)
+    return f"global {whole} is not a multiple of micro {micro}; accepted near it: {near}, or micro {divides}"
 
 
 class Evaluate(Description):

@@ -109,6 +109,11 @@ def test_a_factory_that_reads_data_is_told_with_its_own_lines(folder: Path) -> N
     assert "job.yaml:4: " in done.stderr, "where the job names it"
     assert "ownmodels.py" in done.stderr and "in broken" in done.stderr
     assert "sources.py" not in done.stderr, "our own frames are of no use to them"
+    (folder / "ownmodels.py").write_text(MODELS + "DATA = open('corpus-at-import.txt').read()\n")
+    done = zerun("plan", job(folder, "ownmodels:make"), "--cluster", "pair.yaml", "--simulate", folder=folder)
+    assert done.returncode == 2 and "job.yaml:4: model.factory: ownmodels:make failed" in done.stderr
+    assert "in <module>" in done.stderr and "No such file or directory: 'corpus-at-import.txt'" in done.stderr
+    assert "importlib" not in done.stderr
 
 
 def test_without_torch_it_says_what_to_install(folder: Path) -> None:
@@ -130,6 +135,7 @@ def test_what_cannot_be_simulated_is_named(folder: Path) -> None:
         (["--simulate", "--rank", "2"], "rank 2 is not in a world of 2"),
         (["--rank", "1"], "give --simulate with them"),
         (["--simulate", "--search"], "--simulate is of one plan"),
+        (["--search"], "how many parameters factory ownmodels:make has"),
     ):
         done = zerun("plan", name, "--cluster", "pair.yaml", *words, folder=folder)
         assert done.returncode == 2 and said in done.stderr

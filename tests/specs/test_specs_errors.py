@@ -129,7 +129,7 @@ gpt.yaml:9:52: warmup 500 is longer than steps 300
 gpt.yaml:9:66: a group changes nothing; write lr, weight_decay or both beside match
 gpt.yaml:9:88: match is empty; accepted: patterns of parameters' names, ["*.bias", "*norm*"]
 gpt.yaml:9:96: 0 is out of range; accepted: more than 0
-gpt.yaml:10:17: global 30 is not a multiple of micro 8
+gpt.yaml:10:17: global 30 is not a multiple of micro 8; accepted near it: 24 and 32, or micro 6
 gpt.yaml:10:31: write global or accumulation, not both: one follows from the other
 gpt.yaml:12:12: 'fp8' is not accepted; accepted: fp32, bf16, fp16
 gpt.yaml:13:16: block 4 is not there; accepted: 0 to 3

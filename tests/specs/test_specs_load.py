@@ -209,7 +209,7 @@ def test_sets_on_a_cluster() -> None:
         ("optimizer.lr=fast", "--set optimizer.lr: a number was expected, not 'fast'"),
         ("optimizer.rl=1", "--set optimizer.rl: unknown key 'rl' (did you mean 'lr'?); accepted: kind, "),
         ("nodes=0", "--set nodes: 0 is out of range; accepted: at least 1"),
-        ("batch.global=63", "--set batch.global: global 63 is not a multiple of micro 8"),
+        ("batch.global=63", "--set batch.global: global 63 is not a multiple of micro 8; accepted near it: 56 and 64, or"),
         ("name.x=1", "--set name.x: name holds no keys to set"),
         ("optimizer.betas.7=1", "--set optimizer.betas.7: '7' is not an item of a list of 2; accepted: 0 to 1"),
         ("optimizer.betas=[0.9", "--set optimizer.betas: not YAML: "),
