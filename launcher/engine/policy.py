@@ -17,7 +17,6 @@ from . import checkpoint
 from .background import Background
 from .comm import Comm
 from .ranks import Ranks
-from .weights import load_weights
 from .zero import StepInfo, ZeroEngine
 
 
@@ -82,7 +81,7 @@ class ZeroPolicy:
         return checkpoint.load(self.engine, folder, step)
 
     def load_weights(self, path: Path) -> int:
-        return load_weights(self.engine, path)
+        return self.engine.load_weights(path)
 
     def parameters(self) -> int:
         return sum(p.numel for p in self.engine.layout.by_name.values())

@@ -45,6 +45,7 @@ from .reduce import GradientFlow
 from .tensor_parallel import split_of
 from .unchanged import Unchanged
 from .units import Model, agree, describe
+from .weights import load_weights
 
 _log = logging.getLogger(__name__)
 
@@ -418,6 +419,10 @@ class ZeroEngine:
     def finish_saving(self) -> int | None:
         """Waits for a save in the background; every rank calls it. Returns its step, None where none was under way."""
         return None if self.background is None else self.background.finish()
+
+    def load_weights(self, path: str | Path) -> int:
+        """Begins with safetensors (``engine.weights``), every rank reading its part; returns the bytes it read."""
+        return load_weights(self, Path(path))
 
     def load(self, folder: str | Path, step: int | None = None) -> tuple[int, dict[str, Any]]:
         """Reads the newest whole checkpoint below ``folder`` (or that of ``step``); returns (step, extra)."""
