@@ -60,6 +60,7 @@ def _left_over(engine: ZeroEngine, live: dict[int, int]) -> Counter[int]:
     assert memory["gathered"] == 0
     state = [t for u in engine.units for t in (u.full, u.shard, u.gradient, *u.moments) if t is not None]
     beside = [*engine.norm.storages(), *engine.optimizer.storages()]
+    beside += getattr(engine.comm, "_last_small", None) or ()  # kept until the next one
     for kind, tensors, expected in (
         ("state", state, form.total),
         ("buckets", engine.flow.storages(), memory["buckets"]),
