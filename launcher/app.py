@@ -474,7 +474,9 @@ class App:
                     one_folder(backend.places()),
                     resume_step=chosen.step if chosen is not None and not chosen.name else None,
                 )
-                launch = replace(launch, resume_from=chosen.name or None) if chosen is not None else launch
+                if chosen is not None and chosen.name:
+                    launch = replace(launch, resume_from=chosen.name)
+                    notes += [] if launch.shared else [f"{chosen.name} stays on the nodes that wrote it, a piece each"]
                 if chosen is not None and not launch.shared:
                     moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
                     notes += [moved] if moved else []

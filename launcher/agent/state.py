@@ -48,7 +48,7 @@ def run_state(folder: str, only: Optional[int] = None) -> Dict[str, Any]:
     return {
         "attempts": attempts,
         "checkpoints": checkpoints_here(folder),
-        "foreign": foreign_of(folder),
+        "foreign": [{k: v for k, v in c.items() if k != "files"} for c in foreign_of(folder)],  # asked often: no names
         "resumed": {str(k): step for k, step in resumed_from(folder).items()},
         "exists": os.path.isdir(folder),
     }

@@ -40,12 +40,11 @@ def foreign_candidates(about: Sequence[Mapping[str, Any]]) -> list[Candidate]:
 
 def _join(name: str, rows: Sequence[Mapping[str, Any]]) -> Candidate:
     whole = any(row["whole"] for row in rows)
-    files = {str(f["path"]): int(f["bytes"]) for row in rows for f in row["files"]}
     return Candidate(
         step=int(rows[0]["step"] or 0),
         whole=whole,
         problem="" if whole else str(rows[0]["problem"]),
-        bytes=sum(files.values()),
+        bytes=sum(int(row["bytes"]) for row in rows),
         state="whole" if whole else "unfinished",
         name=name,
         written_at=max(float(row["written_at"]) for row in rows),
