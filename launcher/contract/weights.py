@@ -140,18 +140,17 @@ def misfits(
 ) -> List[Misfit]:
     """All names that keep ``stored`` from being the weights of a model. A tied parameter may be under any of its
     names; buffers (name → shape) may be missing."""
-    missing, unlike, known = [], [], set(buffers)
-    shapes = {name: shape for name, shape in buffers.items()}
+    missing = []
+    shapes: Dict[str, Tuple[int, ...]] = {}  # in the model's order, which a reader knows
     for parameter in parameters:
         names = (parameter.name, *parameter.tied)
-        known.update(names)
         shapes.update({name: parameter.shape for name in names})
         if not any(name in stored for name in names):
             missing.append(Misfit("missing", parameter.name))
-    for name, about in stored.items():
-        if name in known and about.shape != shapes[name]:
-            unlike.append(Misfit("shape", name, shapes[name], about.shape))
-    return [*missing, *unlike, *(Misfit("unexpected", name) for name in sorted(stored) if name not in known)]
+    shapes.update(buffers)
+    both = [name for name in shapes if name in stored]
+    unlike = [Misfit("shape", n, shapes[n], stored[n].shape) for n in both if stored[n].shape != shapes[n]]
+    return [*missing, *unlike, *(Misfit("unexpected", name) for name in sorted(stored) if name not in shapes)]
 
 
 # --- laying files out -------------------------------------------------------------------------------------
