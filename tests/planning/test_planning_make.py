@@ -25,7 +25,7 @@ def refusal(a_job: Job, cluster: Cluster, **wishes: Any) -> CannotPlan:
 
 def test_direct_takes_the_first_nodes_named() -> None:
     plan = make_plan(job(), direct())
-    assert plan.nodes == (Node("node01", 2), Node("node02", 2))
+    assert plan.nodes == (Node("node01", 2, among=(0, 1)), Node("node02", 2, among=(0, 1)))
     assert plan.topology == Topology((2, 2))
     assert plan.global_batch == 16
     assert plan.train is not None and plan.train.batch == train.Batch(micro=2, accumulation=2)
@@ -37,10 +37,10 @@ def test_nodes_that_differ_keep_their_slots_addresses_and_devices() -> None:
         {"name": "b", "slots": 1},
     ]
     plan = make_plan(job(), direct(nodes=nodes))
-    assert plan.nodes == (Node("a", 3, "10.0.0.1", (4, 5, 6)), Node("b", 1))
+    assert plan.nodes == (Node("a", 3, "10.0.0.1", (4, 5, 6), (4, 5, 6)), Node("b", 1, among=(0,)))
     assert plan.topology.slots == (3, 1)
     one_each = make_plan(job(slots_per_node=1), direct(nodes=nodes))
-    assert one_each.nodes[0] == Node("a", 1, "10.0.0.1", (4,))
+    assert one_each.nodes[0] == Node("a", 1, "10.0.0.1", (4,), (4, 5, 6))
 
 
 def test_slurm_chooses_the_nodes() -> None:
@@ -221,3 +221,19 @@ def test_the_launch_spec_and_its_way_through_json() -> None:
     )  # fmt: skip
     assert under_slurm.time_s is None  # Slurm's to enforce
     assert [node.name for node in under_slurm.nodes] == ["", ""]
+
+
+def test_what_a_lost_disk_costs_is_said_where_nothing_is_shared() -> None:
+    def remarks(replicas: int, nodes: int = 3, **changes: object) -> str:
+        cluster = direct(nodes={"names": "n[1-3]", "slots": 1}, **changes)
+        wish = job(
+            nodes=nodes, slots_per_node=1, checkpoint={"replicas": replicas}, batch={"micro": 1, "accumulation": 1}
+        )
+        return "; ".join(make_plan(wish, cluster).remarks)
+
+    assert remarks(0).startswith("one lost disk loses the checkpoint")
+    assert remarks(1).startswith("one lost disk loses no checkpoint: each node keeps a copy")
+    assert remarks(7).startswith("2 lost disks lose no checkpoint")
+    assert remarks(0, nodes=1) == "" and "makes no copies here: there is one node" in remarks(1, nodes=1)
+    shared = {"runs": "/runs"}
+    assert remarks(0, paths=shared) == "" and "makes no copies here: runs lie on a shared" in remarks(1, paths=shared)

@@ -19,12 +19,15 @@ A100 = {
     "reserve": "1GB",
     "peak_flops": {"bf16": "312T", "fp32": "19T"},
 }
+SHARED = {"runs": "/runs"}
 V100 = {"kind": "gpu", "model": "V100", "memory": "16GB", "precisions": ["fp32", "fp16"], "peak_flops": {"fp32": "14T"}}
 
 
 def rack(*devices: dict[str, Any] | None, slots: tuple[int, ...] = (2, 2)) -> Cluster:
     named = zip("abcd", devices, slots, strict=False)
-    return direct(nodes=[{"name": n, "slots": s, **({"device": d} if d else {})} for n, d, s in named], device=A100)
+    return direct(
+        nodes=[{"name": n, "slots": s, **({"device": d} if d else {})} for n, d, s in named], device=A100, paths=SHARED
+    )
 
 
 def test_unlike_devices_are_planned_by_the_smallest_and_said() -> None:
@@ -45,7 +48,7 @@ def test_unlike_devices_are_planned_by_the_smallest_and_said() -> None:
 
 
 def test_a_kind_that_nodes_alone_say_reaches_the_ranks() -> None:
-    cluster = direct(nodes=[{"name": n, "device": V100} for n in "ab"])
+    cluster = direct(nodes=[{"name": n, "device": V100} for n in "ab"], paths=SHARED)
     plan = make_plan(job(), cluster)
     names = {"run": "r", "attempt": 1, "run_dir": "/r", "runtime": "/z", "code": None, "token": "T"}
     assert launch_spec(plan, job(), cluster, **names, secrets_file=None, resume_step=None).device_kind == "gpu"
