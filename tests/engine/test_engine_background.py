@@ -101,7 +101,7 @@ def _killed(rank: int, world: int, folder: str, where: str) -> None:
         pytest.param("copy", marks=pytest.mark.full),
         "half a shard",
         pytest.param("before the rename", marks=pytest.mark.full),
-        "durable, no manifest",
+        pytest.param("durable, no manifest", marks=pytest.mark.full),
         "manifest half written",
         "after the manifest",
     ],
@@ -140,6 +140,7 @@ def test_an_error_in_writing_is_told_at_the_next_step(tmp_path: Path, monkeypatc
     assert checkpoint.newest(tmp_path) is None
 
 
+@pytest.mark.full  # the rack's job of tests/e2e does so by default
 def test_a_job_that_saves_in_the_background(tmp_path: Path) -> None:
     """Through the loop: the checkpoints, keep, the outcome and the losses of one that waits; stopped and resumed."""
     (tmp_path / "train.bin").write_bytes(bytes(range(256)) * 40)
