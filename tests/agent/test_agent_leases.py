@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +93,26 @@ def test_a_second_run_is_refused_and_told_who_holds_what(job: MakeJob, tmp_path:
     other.verb("stop", grace_s=1)
     status, said = other.verb("slots", node="localhost", among=[0, 1, 3], count=3)
     assert said["free"] == [0, 1, 3] and said["refusal"] is None
+
+
+def test_no_rank_starts_before_every_node_holds_its_slots(job: MakeJob, mine: Lease) -> None:
+    """Another run took the second node's slot in the very moment between the question and the start."""
+    nodes = tuple(Node(f"n{i}", 1, "127.0.0.1", among=(i,)) for i in range(2))
+    one = job("sh", "-c", "echo begun", nodes=nodes)
+    other = leases.take(Wish((1,), 1, False), mine)
+    code, first = one.verb("start", node="n0")
+    assert code == 0 and first["announcement"], first
+    code, said = one.verb("start", node="n1", rendezvous=first["announcement"])
+    assert code == 5 and said["busy"] and "node n1: 1 slot asked for, 0 of 1 are free" in said["error"]
+    time.sleep(1.0)  # long enough for a rank to begin
+    assert one.state("n0") == "starting" and not one.log(0) and not one.record("n0").ranks
+    assert one.verb("stop", grace_s=1)[1] == {"stopped": 1}
+    # The same attempt may come again on the node that began nothing; the lease of the first is free as well.
+    other.release()
+    again = job("sh", "-c", "echo begun", nodes=nodes, attempt=1, run="again", run_dir=f"{one.spec.run_dir}-again")
+    for node in nodes:
+        again.agent(node.name)
+    assert [again.agents[n.name].wait(20) for n in nodes] == [0, 0] and again.log(1) == b"begun\n"
 
 
 def test_the_devices_that_were_leased_are_what_ranks_see(job: MakeJob, tmp_path: Path) -> None:
