@@ -97,6 +97,7 @@ def test_beside_the_ranks_of_machines_without_a_scheduler(
     _hold(rack, _running(rack, "rack", testbed, wait_until), testbed, leftovers)
 
 
+@pytest.mark.full
 def test_beside_the_ranks_on_a_laptop(laptop: Site, tmp_path: Path, wait_until: Callable[..., None]) -> None:
     laptop.write("script.py", SCRIPT)
     job = laptop.write("jobs/wait.yaml", PROGRAM.format(name="wait", nodes=1, time="2:00", python="python3", more=""))
