@@ -188,9 +188,11 @@ def test_no_switch_changes_a_bit() -> None:
     run_ranks(4, _switches)
 
 
-def _checkpoint(rank: int, world: int, folder: str, tensor: int, stage: int, save: bool) -> tuple[Any, ...]:
+def _checkpoint(
+    rank: int, world: int, folder: str, tensor: int, stage: int, save: bool, replicas: int = 1
+) -> tuple[Any, ...]:
     """Trains two steps; saves, or loads another's checkpoint first. (hash of all state, next losses, shard names)"""
-    ranks = Ranks.connect(tensor)
+    ranks = Ranks.connect(tensor, replicas=replicas)
     steps = batches(4, 4, 37)
     engine = _engine(ranks, stage, torch.float32)
     if save:
@@ -218,6 +220,16 @@ def test_any_tensor_degree_reads_any_other(saved: int, tmp_path: Path) -> None:
             assert found[0][1] == losses, "and the same losses from there on"
         else:
             assert found[0][1] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.full
+def test_replicas_of_tensor_ranks_are_saved_once_and_read_by_others(tmp_path: Path) -> None:
+    state, losses = run_ranks(8, _checkpoint, str(tmp_path), 2, 3, True, 2)[0]
+    assert len(list(tmp_path.glob("step-*/rank-*.safetensors"))) == 4
+    for world, tensor, stage, replicas in ((8, 2, 3, 2), (4, 2, 1, 1), (4, 1, 2, 2)):
+        found = run_ranks(world, _checkpoint, str(tmp_path), tensor, stage, False, replicas)
+        assert {row[0] for row in found} == {state}
+        assert found[0][1] == (losses if world == 8 else pytest.approx(losses, rel=1e-5))
 
 
 def _saved_once(rank: int, world: int, folder: str) -> dict[str, int]:
