@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -173,10 +175,34 @@ def test_names_of_any_bytes_arrive_and_unreadable_files_are_named(tree: Path, tm
     (run / bundle.name).write_bytes(bundle.data)
     there = unpack(str(run / bundle.name), str(run))
     assert all((there / name).read_text() == "odd" for name in odd)
-    (tree / "two\nlines.py").chmod(0)
-    if os.geteuid():
-        with pytest.raises(UsageError, match=r"'two\\nlines.py' cannot be read: Permission denied"):
-            code_bundle(tree, limit=LIMIT)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_and_not_a_hole(tmp_path: Path) -> None:
+    code_bundle(tmp_path, limit=LIMIT)  # loads what it needs, before this process becomes somebody else
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        tree = Path(folder)
+        tree.chmod(0o755)
+        (tree / "two\nlines.py").write_text("x")
+        (tree / "two\nlines.py").chmod(0)
+        receive, send = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, from Python 3.12 on
+            child = os.fork()
+        if child == 0:
+            if os.geteuid() == 0:
+                os.setuid(65534)  # root reads everything
+            try:
+                code_bundle(tree, limit=LIMIT)
+                said = "nothing"
+            except UsageError as problem:
+                said = f"{problem.message}; {problem.hint}"
+            os.write(send, said.encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = os.read(receive, 4096).decode()
+        os.close(receive)
+        os.close(send)
+    assert told.startswith(r"the code's 'two\nlines.py' cannot be read: Permission denied") and ".zerunignore" in told
 
 
 def test_submodules_travel_when_they_are_checked_out(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
