@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launcher.contract.errors import DescriptionError, Exit
-from launcher.specs import Cluster, Job, parse_text
+from launcher.specs import Job, parse_text
 from launcher.specs.environment import OWNED
 from launcher.specs.job_model import Checkpoint
 
@@ -114,7 +114,7 @@ WRONG_JOB_ANSWER = """\
 gpt.yaml:2:8: a whole number was expected, not 'four'
 gpt.yaml:3:7: '1:2:3:4' is not a time; accepted: H:M:S, M:S, D-H, D-H:M, D-H:M:S or minutes as in Slurm (a bare 30 is 30 minutes), or 90s, 30min, 2h
 gpt.yaml:4:7: '-a' begins with '-' and would be read as an option
-gpt.yaml:5:31: unknown key 'hiden' (did you mean 'hidden'?); accepted: kind, layers, hidden, heads, seq_len, vocab, dropout
+gpt.yaml:5:31: unknown key 'hiden' (did you mean 'hidden'?); accepted: kind, layers, hidden, heads, seq_len, vocab, dropout, weights
 gpt.yaml:5:61: hidden 512 cannot be divided among 7 heads; accepted near it: 2, 4, 8
 gpt.yaml:5:73: a whole number was expected, not '1e3'
 gpt.yaml:6:7: data takes exactly one of text, tokens, dataset, factory, not text and tokens
@@ -207,15 +207,7 @@ def test_the_boolean_trap_is_named() -> None:
 # --- clusters -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", sorted(Cluster.NOT_BUILT))
-def test_cluster_keys_not_built_are_named(key: str) -> None:
-    for value in ("{}", "null", "x"):
-        assert mistakes("cluster", CLUSTER + f"{key}: {value}\n")[0].startswith(f"f.yaml:4:1: {key!r} is not built yet")
-
-
-def test_inner_keys_and_values_not_built_are_named() -> None:
-    model = "{kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}"
-    assert "'weights' is not built yet" in mistakes("job", JOB.replace(model, "{factory: a:b, weights: x}"))[0]
+def test_how_a_login_node_is_reached_stands_under_login() -> None:
     said = mistakes("cluster", CLUSTER + "login: {host: h}\nssh: {via: openssh}\n")
     assert "under login" in said[0]
 
