@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_job import Job
-from engine_models import MODELS, batches, digest, engine_of, relative, train, undistributed, whole_state
+from engine_models import MODELS, TINY, batches, digest, engine_of, relative, train, undistributed, whole_state
 from engine_ranks import run_ranks
 from torch import nn
 
@@ -18,6 +19,8 @@ from launcher.contract.errors import UsageError
 from launcher.contract.groups import assign
 from launcher.contract.train import SGD, AdamW, Batch, Checkpointing, Data, Factory, ParameterGroup, TrainConfig, Zero
 from launcher.engine import EngineConfig, ZeroEngine
+from launcher.planning.shapes import gpt_layout
+from launcher.specs.models import GptModel
 
 OPTIMIZER = AdamW(lr=1e-2, weight_decay=0.3, clip=0.5, eps=1e-5)
 PATTERNS = (("*.bias", "*norm*"), ("blocks.*",), ("embedding.*",))
@@ -69,6 +72,9 @@ def test_patterns_equal_torch_with_groups_at_every_stage(world: int) -> None:
 
 def _save(rank: int, world: int, folder: str, stage: int) -> list[float]:
     zero = engine_of("gpt", stage=stage, optimizer=OPTIMIZER, groups=GROUPS)
+    sizes = dataclasses.asdict(TINY)
+    model = GptModel(kind="gpt", **sizes)
+    assert zero.layout == gpt_layout(model, ranks=world, bucket_bytes=25_000_000, groups=PATTERNS), "as it is planned"
     steps = batches(5, 12, 37)
     train(zero, steps[:2])
     zero.save(folder, 2)
