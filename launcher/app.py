@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .attempts import Attempts, Source, keep_code, made_of, not_known, one_folder, remembered, take_attempt
-from .beforehand import Again, ask_first
+from .beforehand import Again, ask_first, room
 from .bundles import Bundle, runtime_bundle
 from .choice import tag_names
 from .contract.errors import (
@@ -130,6 +130,18 @@ class App:
         from .planning import make_plan
 
         return make_plan(*self.describe(job, cluster, sets))
+
+    def room(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> tuple[str, ...]:
+        """What the job's checkpoints take beside what is left on the cluster, which is asked. Raises NoSpace."""
+        from .planning import make_plan
+
+        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
+        plan = make_plan(loaded_job, loaded_cluster)
+        backend = self.attempts.open(loaded_cluster, runtime_bundle())
+        try:
+            return room(backend, Source(loaded_job, loaded_cluster, plan, Bundle("", b"")))
+        finally:
+            backend.close()
 
     def simulate(self, job: Path, cluster: str | None = None, sets: Sequence[str] = (), *, rank: int = 0) -> Plan:
         """The plan with a step of ``rank`` run by the real engine on nothing, in a process that needs torch."""

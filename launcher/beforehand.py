@@ -55,7 +55,12 @@ def _image(backend: Backend, cluster: Cluster, places: Sequence[Place]) -> list[
     return sorted({str(answer["note"]) for _, answer in told if answer["note"]})
 
 
-def _room(backend: Backend, source: Source, places: Sequence[Place], there: int) -> list[str]:
+def room(backend: Backend, source: Source) -> tuple[str, ...]:
+    """What the run's checkpoints take beside what is left, a line a place. Raises NoSpace when that is too little."""
+    return tuple(_room(backend, source, backend.places(), 0, always=True)) or ("nobody knows what a checkpoint takes",)
+
+
+def _room(backend: Backend, source: Source, places: Sequence[Place], there: int, *, always: bool = False) -> list[str]:
     from .planning.disk import need_bytes, refuse_what_has_no_room
     from .planning.memory import readable
 
@@ -73,7 +78,7 @@ def _room(backend: Backend, source: Source, places: Sequence[Place], there: int)
         where = f"{place.transport.name}: {left['path']}{_limited(left)}"
         refuse_what_has_no_room(disk, left["free_bytes"], left["free_files"], where, share=share, there=there)
         needs = need_bytes(disk, share=share, there=there)
-        if needs * 2 > left["free_bytes"]:
+        if always or needs * 2 > left["free_bytes"]:
             notes.append(
                 f"checkpoints will take {readable(needs)} of the {readable(left['free_bytes'])} left at {where}"
             )

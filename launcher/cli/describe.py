@@ -42,7 +42,8 @@ def _outline(value: Mapping[str, Any], indent: str = "") -> list[str]:
         if item is None or item in ({}, [], ""):
             continue
         if isinstance(item, dict):
-            lines += [f"{indent}{key}:", *_outline(item, indent + "  ")]
+            inner = _outline(item, indent + "  ")
+            lines += [f"{indent}{key}:", *inner] if inner else []
         elif isinstance(item, list) and all(isinstance(i, dict) for i in item):
             lines.append(f"{indent}{key}: ({len(item)})")
             lines += [f"{indent}  " + ", ".join(f"{k}={_scalar(v)}" for k, v in i.items()) for i in item]

@@ -35,6 +35,7 @@ Rank = Annotated[int | None, typer.Option("--rank", metavar="R", min=0, help="Wh
 Svg = Annotated[
     Path | None, typer.Option("--svg", metavar="FILE", help="With --simulate: memory over the step, as a picture.")
 ]
+Room = Annotated[bool, typer.Option("--room", help="Asks the cluster whether checkpoints have room: exit 6 when not.")]
 Parameters = Annotated[str | None, typer.Option("--parameters", metavar="N", help="Without a job: 7.5e9, 7.5B, 1T.")]
 Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks in all, with --parameters.")]
 Tensor = Annotated[
@@ -70,6 +71,7 @@ def plan_verb(
     simulate: Simulate = False,
     rank: Rank = None,
     svg: Svg = None,
+    room: Room = False,
     parameters: Parameters = None,
     ranks: Ranks = None,
     tensor: Tensor = None,
@@ -81,7 +83,7 @@ def plan_verb(
 ) -> None:
     """Says what a job on a cluster comes to: state memory, the whole step, communication, bounds, and whether it fits.
 
-    Connects to nothing; needs no torch but for --simulate. Exit 3 when it does not fit. Without a job,
+    Connects to nothing but with --room; needs no torch but for --simulate. Exit 3 when it does not fit. Without a job,
     --parameters and --ranks give the state memory of every ZeRO stage.
     """
     if not simulate and (rank is not None or svg is not None):
@@ -107,12 +109,15 @@ def plan_verb(
             _simulate(job, cluster, sets or [], rank or 0, svg, as_json=as_json)
             return
         _plan_job(job, cluster, sets or [], as_json=as_json, table=table, search=search)
+        if room:
+            for line in options.open_app().room(job, cluster, sets or []):
+                show.note(line)
         return
     if parameters is None:
         raise UsageError("plan what? a JOB, or --parameters N --ranks N", hint="zerun plan --help")
-    if cluster is not None or sets or search or simulate:
+    if cluster is not None or sets or search or simulate or room:
         raise UsageError(
-            "--cluster, --set, --search and --simulate need a job", hint="or leave them out beside --parameters"
+            "--cluster, --set, --search, --simulate and --room need a job", hint="or leave them out beside --parameters"
         )
     if ranks is None and not table:
         raise UsageError("--parameters needs --ranks too", hint="--ranks 64, or --table for many numbers of ranks")

@@ -126,6 +126,7 @@ def test_checkpoints_without_room_are_refused_before_anything_is_made(
     assert (planned["checkpoints_at_once"], planned["disk_bytes"]) == (3, 3 * planned["checkpoint_bytes"])
     refused = laptop.zerun("submit", "jobs/g.yaml", "-c", "here", code=6)
     assert words in refused.stderr and (" are left" in refused.stderr or "inodes" in options)
+    assert words in laptop.zerun("plan", "jobs/g.yaml", "-c", "here", "--room", code=6).stderr
     assert not list(folder.glob("g-*"))
     if "inodes" not in options:
         return
