@@ -104,8 +104,6 @@ class Agent:
             self._loop.run()
         finally:
             self._loop.close()
-        if self._held is not None:
-            self._held.release()
         self._log(f"agent leaves with status {self._status()}")
         self._log.close()
         return self._status()
@@ -314,6 +312,8 @@ class Agent:
         self._kill()
 
     def _time_is_up(self) -> None:
+        if self._reported and self._replicas is not None:  # the ranks were in time, the last copies are on their way
+            return
         self._report(self._failure("time_limit", f"the time limit of {self._spec.time_s} s is over"), time.monotonic())
 
     def _warn_all(self) -> None:
@@ -404,6 +404,8 @@ class Agent:
         self._down = True
         self._ranks.close()
         container.end(self._spec, [rank.rank for rank in self._ranks.all if rank.signalled])
+        if self._held is not None:  # before the record says so: whoever reads it may start the next attempt
+            self._held.release()
         if self._settled:
             self._end()
         else:
