@@ -180,26 +180,48 @@ def net():
 """
 
 
-def test_a_job_begins_with_an_exported_checkpoint(tmp_path: Path) -> None:
-    """Through the loop, a model of one's own: the held-out loss of the run that was exported, to the bit."""
+def _config(folder: Path) -> TrainConfig:
     corpus = bytes(range(256)) * 40
     for name in ("train.bin", "heldout.bin"):
-        (tmp_path / name).write_bytes(corpus)
-    config = TrainConfig(
+        (folder / name).write_bytes(corpus)
+    return TrainConfig(
         zero=Zero(3, 5000),
         optimizer=AdamW(lr=3e-3),
         batch=Batch(micro=2, accumulation=1),
         steps=5,
-        data=Data(tokens=str(tmp_path / "train.bin"), heldout=str(tmp_path / "heldout.bin"), options={"seq_len": 16}),
+        data=Data(tokens=str(folder / "train.bin"), heldout=str(folder / "heldout.bin"), options={"seq_len": 16}),
         factory=Factory("mymodel:net"),
         seed=5,
         evaluate=Evaluate(every=5, tokens=256),
         checkpoint=Checkpointing(),
     )
-    first, second = Job(tmp_path / "first", slots=1), Job(tmp_path / "second", slots=1)
-    for job in (first, second):
-        (job.folders[0] / "code").mkdir(parents=True)
-        (job.folders[0] / "code" / "mymodel.py").write_text(MODEL)
+
+
+def _job(folder: Path) -> Job:
+    (folder / "code").mkdir(parents=True)
+    (folder / "code" / "mymodel.py").write_text(MODEL)
+    return Job(folder, slots=1)
+
+
+def test_a_job_of_ones_own_model_begins_with_weights(tmp_path: Path) -> None:
+    """Nothing is learnt in its one step: what it saves is what it began with."""
+    job = _job(tmp_path / "job")
+    torch.manual_seed(17)
+    model = GPT(GPTConfig(layers=2, hidden=16, heads=4, seq_len=16))
+    save_file(dict(model.state_dict()), tmp_path / "job/code/base.safetensors")
+    still = replace(_config(tmp_path), steps=1, optimizer=AdamW(lr=0.0), weights="base.safetensors", evaluate=None)
+    assert job.run(still) == [0], job.log(0)
+    assert "began with the weights in" in job.log(0)
+    export(tmp_path / "job/checkpoints/step-00000001", tmp_path / "out", Wish())
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(found[n], t) for n, t in model.state_dict().items())
+
+
+@pytest.mark.full
+def test_a_job_begins_with_an_exported_checkpoint(tmp_path: Path) -> None:
+    """Through the loop, a model of one's own: the held-out loss of the run that was exported, to the bit."""
+    config = _config(tmp_path)
+    first, second = _job(tmp_path / "first"), _job(tmp_path / "second")
     assert first.run(config) == [0], first.log(0)
     export(tmp_path / "first/checkpoints/step-00000005", tmp_path / "second/code/base", Wish())
     still = replace(config, steps=1, optimizer=AdamW(lr=0.0), weights="base", zero=Zero(1))
