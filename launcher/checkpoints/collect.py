@@ -62,6 +62,7 @@ class Collected:
     here_bytes: int
     verified_shards: int
     note: str = ""
+    name: str = ""  # of a program's own checkpoint: its path below the run's folder; its files were verified
 
 
 @dataclass
