@@ -132,11 +132,11 @@ def test_a_job_over_its_time_limit(slurm: Site, leftovers: Callable[[str], list[
 def test_what_slurm_refuses_is_told_in_its_own_words_and_leaves_nothing(slurm: Site, testbed: Any) -> None:
     """Also what sbatch would queue for ever: more nodes than the partition allows."""
     slurm.write("script.py", "pass\n")
-    slurm.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=2, time="1", python="python3", more=""))
+    slurm.write("jobs/p.yaml", PROGRAM.format(name="refused", nodes=2, time="1", python="python3", more=""))
     for wrong, words in (("account=nobody", "Invalid account"), ("partition=tiny", "configuration is not available")):
         done = slurm.zerun("submit", "jobs/p.yaml", "--cluster", "uni", "--set", f"cluster.slurm.{wrong}", code=2)
         assert "Slurm refuses the job" in done.stderr and words in done.stderr
-    assert slurm.json("ls") == [] and not list((testbed.home() / "zerun").glob("p-*"))
+    assert slurm.json("ls") == [] and not list((testbed.home() / "zerun").glob("refused-*"))
     testbed.exec("login", ["scontrol", "update", "nodename=node04", "state=drain", "reason=test"], user=None)
     try:
         four = slurm.zerun("submit", "jobs/p.yaml", "--cluster", "uni", "--set", "nodes=4")
