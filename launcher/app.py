@@ -190,13 +190,15 @@ class App:
         force: bool = False,
         waiting: Waiting | None = None,
         tags: Sequence[str] = (),
+        here: bool = False,
     ) -> Submitted:
         """Ships, submits, and returns once the cluster has the job.
 
         Raises DoesNotFit before anything is sent, unless ``force``; without a scheduler Busy when others hold the
-        slots, unless ``waiting`` says how long to wait for them.
+        slots, unless ``waiting`` says how long to wait for them. ``here``: inside this shell's Slurm allocation.
         """
         from . import datasets, specs
+        from .backends.inside import job_here
         from .begin_with import check_weights
         from .planning import check_engine, make_plan
         from .starting import Waiting, start_first
@@ -229,7 +231,8 @@ class App:
             begins = check_weights(backend, plan, code)
             device_kind = loaded_cluster.device_of(plan.nodes[0].name).kind
             waiting = (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
-            source = Source(loaded_job, loaded_cluster, plan, code, data=data)
+            within = job_here(loaded_cluster, len(plan.nodes), os.environ) if here else None
+            source = Source(loaded_job, loaded_cluster, plan, code, data=data, here=within)
             told = ask_first(self.attempts, backend, source, run_name, force=force)
             run = self.store.create(run_name, about)
             keep_code(run, code)

@@ -42,6 +42,7 @@ class Source:
     code: Bundle
     sets: tuple[str, ...] = ()  # assignments over the job as it was submitted: this attempt's, and those before it
     data: tuple[DataFile, ...] = ()  # its token files, as they were found before it was sent
+    here: str | None = None  # the job id of the allocation that it runs inside
 
 
 class Attempts:
@@ -102,6 +103,7 @@ class Attempts:
             secrets_file=f"{runs}/.secrets/{run}.json" if source.job.secrets else None,
             resume_step=resume_step,
         )
+        launch = replace(launch, here=source.here)
         data = source.job.data
         return replace(launch, stage=source.data) if data is not None and data.stage_to is not None else launch
 

@@ -119,7 +119,10 @@ def _journal(kind: str, name: str, parts: Sequence[Mapping[str, Any]]) -> tuple[
     handle: Handle | None = None
     if kind == "slurm":
         job = next((part["job"] for part in told if part["job"]), None)
-        handle = Handle("slurm", {"job": str(job), "name": job_name(name, attempt)}) if job else None
+        known: dict[str, Any] = {"job": str(job), "name": job_name(name, attempt)}
+        if first.get("inside"):
+            known["inside"] = first["inside"]
+        handle = Handle("slurm", known) if job else None
     else:
         agents = {node: agent for part in told for node, agent in part["agents"].items()}
         known = {"agents": agents, "name": job_name(name, attempt), "run_dir": str(parts[0]["folder"])}

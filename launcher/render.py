@@ -82,6 +82,7 @@ def _common(plan: Plan, cluster: Cluster, launch: LaunchSpec) -> dict[str, Any]:
         "world_size": plan.topology.world_size,
         "time_s": plan.time_s,
         "warn_s": launch.warn_s,
+        "overlap": launch.here is not None,
     }
 
 

@@ -85,9 +85,16 @@ def _attempt(path: str, number: int) -> Dict[str, Any]:
         "runtime": os.path.basename(str(launch.get("runtime") or "")),
         "resume_step": launch.get("resume_step"),
         "job": _job(folder, launch),
+        "inside": _inside(folder),
         "agents": agents,
         "at": _written_at(os.path.join(folder, "launch.json")),
     }
+
+
+def _inside(folder: str) -> Any:
+    """The shell of an attempt that was started inside an allocation."""
+    told = read_json(os.path.join(folder, "here"))
+    return told.get("pid") if isinstance(told, dict) else None
 
 
 def _job(folder: str, launch: Dict[str, Any]) -> Optional[str]:

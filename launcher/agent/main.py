@@ -31,6 +31,7 @@ _JSON_VERBS = {
     "left": ".quota",
     "expand": ".expand",
     "runs": ".listing",
+    "here": ".here",
     "image": ".container",
     "remove": ".removal",
     "reach": ".reach",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,9 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..contract.errors import Busy, Unreachable
 from ..contract.folder import RunFolder
 from ..contract.launch import Node
+from ..contract.plain import loads
 from ..specs import nodelist
+from ..transports.local import site_environment
 from ..transports.open import Connector
 from ..transports.protocol import Result, Stream, Transport
+from . import inside
 from .calls import Caller, attempt_files
 from .expected import would_start
 from .outside import ask, words
@@ -77,6 +81,8 @@ class SlurmBackend:
         self._caller.put_blobs(login, submission.blobs)
         runs = self._caller.ready(login)
         request = attempt_files(submission, runs)
+        if submission.launch.here is not None:
+            return self._start_inside(submission, request)
         script = RunFolder.at(runs, submission.run).attempt(submission.attempt).script
         request.update(name=submission.name, sbatch=["sbatch", "--parsable", str(script)])
         answer = self._caller.call(login, "submit", request, timeout_s=150.0)
@@ -85,9 +91,25 @@ class SlurmBackend:
             data["secrets_file"] = submission.launch.secrets_file
         return Handle("slurm", data)
 
+    def _start_inside(self, submission: Submission, request: Mapping[str, Any]) -> Handle:
+        found = inside.allocation(os.environ, site_environment())
+        answer = self._caller.call(self._login, "here", inside.request_of(found, request, submission.name))
+        return Handle("slurm", {"job": found.job, "name": submission.name, "inside": answer["pid"]})
+
+    def _lives(self, handle: Handle) -> bool:
+        """Whether the script's shell lives on the machine that we speak with; on another nobody can tell."""
+        pid = handle.data["inside"]
+        stat = self._login.run(["cat", f"/proc/{int(pid['pid'])}/stat"]).stdout
+        fields = stat[stat.rfind(b")") + 2 :].split()  # field 2 is a name in brackets that may hold anything
+        return len(fields) > 19 and fields[0] not in (b"Z", b"X") and int(fields[19]) == pid["started_ticks"]
+
     def find(self, name: str, run: str, attempt: int) -> Handle | None:
         """Looks in the attempt's ``job`` file, in the queue, and in accounting where it is on."""
         folder = RunFolder.at(self._caller.ready(self._login), run).attempt(attempt)
+        within = self._login.run(["cat", str(folder.root / "here")])
+        if within.returncode == 0:
+            told = loads(within.stdout)
+            return Handle("slurm", {"job": str(told["job"]), "name": name, "inside": told["pid"]})
         kept = self._login.run(["cat", str(folder.root / "job")])
         if kept.returncode == 0 and kept.stdout.strip().isdigit():
             return Handle("slurm", {"job": kept.stdout.decode().strip(), "name": name})
@@ -103,6 +125,17 @@ class SlurmBackend:
     # --- watch ------------------------------------------------------------------------------------
 
     def poll(self, handles: Sequence[Handle]) -> Sequence[Poll]:
+        queued = [handle for handle in handles if not inside.is_inside(handle)]
+        others = iter(self._poll_queued(queued))
+        return [self._poll_inside(handle) if inside.is_inside(handle) else next(others) for handle in handles]
+
+    def _poll_inside(self, handle: Handle) -> Poll:
+        try:
+            return inside.poll(handle, self._slurm, self._lives(handle))
+        except Unreachable as problem:
+            return Poll("unknown", why=problem.message)
+
+    def _poll_queued(self, handles: Sequence[Handle]) -> Sequence[Poll]:
         jobs = [str(handle.data["job"]) for handle in handles]
         if not jobs:
             return []
@@ -145,6 +178,9 @@ class SlurmBackend:
 
     def cancel(self, handle: Handle, run: str, attempt: int) -> None:
         job = str(handle.data["job"])
+        if inside.is_inside(handle):
+            inside.cancel(handle, self._slurm, lambda: not self._lives(handle))
+            return
         done = self._slurm("scancel", job)
         if done.returncode and b"Invalid job id" not in done.stderr and b"already complet" not in done.stderr.lower():
             raise Unreachable(f"{self._login.name}: scancel {job}: {words(done.stderr)}")

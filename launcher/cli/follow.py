@@ -25,7 +25,7 @@ def follow(app: App, run: str) -> int:
 
     writer = LineWriter(sys.stderr.buffer, coloured=show.coloured(sys.stderr), at_once=True)
     try:
-        state = _until_it_starts(app, run)
+        state = until_it_starts(app, run)
         if state.nodes or not state.ended:  # what ended before it ever started wrote nothing
             for line in app.logs(run, Selection(), follow=not state.ended, notice=show.note):
                 writer.write(line)
@@ -37,12 +37,13 @@ def follow(app: App, run: str) -> int:
     return exit_code_of(state)
 
 
-def _until_it_starts(app: App, run: str) -> RunState:
-    """Says why a run is not there yet, whenever that changes; returns once it runs or has ended."""
+def until_it_starts(app: App, run: str) -> RunState:
+    """Says why a run is not there yet, whenever that changes; returns once it has ranks, or has ended. A job whose
+    script runs while no agent ever starts has neither logs nor an end that agents could tell."""
     told, pause = "", 0.2
     while True:
         state = app.status(run)
-        if state.state not in ("submitting", "queued", "unknown"):
+        if state.ended or state.ranks:
             return state
         line = f"{state.state}{': ' + show.visible(state.why) if state.why else ''}"
         if line != told:

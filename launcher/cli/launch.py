@@ -54,6 +54,9 @@ def submit_verb(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Submits even what the plan says does not fit.")] = False,
     wait_free: WaitFree = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="Runs inside this shell's Slurm allocation (salloc), queues nothing.")
+    ] = False,
     tags: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG", help="By it `zerun ls --tag` finds the run again.")
     ] = None,
@@ -67,7 +70,8 @@ def submit_verb(
     if dry_run:
         _dry_run(app, job, cluster, sets or [], force)
         return
-    submitted = app.submit(job, cluster, sets or [], force=force, waiting=_waiting(wait_free), tags=tags or ())
+    waiting = _waiting(wait_free)
+    submitted = app.submit(job, cluster, sets or [], force=force, waiting=waiting, tags=tags or (), here=here)
     _announce(submitted, follow)
     if follow:
         _follow_and_exit(app, submitted.run)

@@ -182,7 +182,7 @@ def logs_verb(
     Ctrl-C while following detaches; the job goes on.
     """
     from ..logs.select import select
-    from .follow import detached
+    from .follow import detached, until_it_starts
     from .lines import LineWriter
 
     chosen = select(ranks=ranks, nodes=node or [], grep=grep, since=since, tail=tail)
@@ -194,6 +194,7 @@ def logs_verb(
     wrote = False
     try:
         if follow:  # said at once: nothing would come until the run ends
+            until_it_starts(app, name)
             _say_who_is_not_there(app, name, chosen)
         for line in app.logs(name, chosen, follow=follow, notice=show.note):
             writer.write(line)

@@ -87,6 +87,7 @@ class LaunchSpec:
     foreign: Optional[Foreign] = None  # the program's own checkpoints
     resume_from: Optional[str] = None  # one of them, relative to run_dir
     replicas: int = 0  # copies of each shard on the nodes after its own, where nothing is shared
+    here: Optional[str] = None  # the job id of an allocation that was there before, which it runs inside
     container: Optional[Container] = None  # that ranks run in; the agent stays outside
     job_id: Optional[str] = None  # Slurm's, filled in when the script claims the attempt
     restart_count: int = 0

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,46 @@ def test_a_run_in_pieces_is_taken_up_and_resumed_elsewhere(
     assert ask(rack, "y", "rm", run, "--remote") == 0 and not rack.run_folder(run).exists()
     for node in ("node01", "node02"):
         assert run.encode() not in testbed.exec(node, ["ls", f"/scratch/{testbed.user}/zerun"]).stdout
+
+
+IN_ALLOCATION = """\
+set -eu
+run=$(zerun submit jobs/p.yaml --cluster here --here --follow)
+zerun status $run
+sleeping=$(zerun submit jobs/s.yaml --cluster here --here)
+until zerun logs $sleeping | grep -q 'rank 3'; do sleep 0.5; done
+zerun status $sleeping | head -1
+zerun cancel $sleeping | head -1
+squeue -h -j $SLURM_JOB_ID -o 'allocation %T'
+squeue -h -s -j $SLURM_JOB_ID -o 'step %j' | grep zerun || echo 'no step is left'
+zerun submit jobs/p.yaml --cluster here --here --set nodes=3 || echo "refused with $?"
+"""
+
+
+def test_a_job_runs_inside_an_allocation_and_leaves_it_standing(slurm: Site, testbed: Any) -> None:
+    text = (slurm.folder / "clusters/uni.yaml").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("login:", "ssh:"))]
+    slurm.write("clusters/here.yaml", "\n".join(lines).replace("~/zerun", f"/home/{testbed.user}/inside"))
+    slurm.write("script.py", SHORT)
+    slurm.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=2, time="5:00", python="python3", more=""))
+    slurm.write("sleep/script.py", SHORT + "import time\ntime.sleep(300)\n")
+    sleeping = PROGRAM.format(name="s", nodes=2, time="5:00", python="python3", more="")
+    slurm.write("jobs/s.yaml", sleeping.replace("root: ..", "root: ../sleep"))
+    command = [
+        "env", "-C", str(slurm.folder), "LANG=C.UTF-8", f"XDG_CONFIG_HOME={slurm.folder}/config",
+        f"PATH={Path(sys.executable).parent}:/usr/bin:/bin",
+        "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", "--partition=train",
+        "bash", "-c", IN_ALLOCATION,
+    ]  # fmt: skip
+    done = testbed.exec("login", command, user=None, timeout_s=240)
+    told, words = done.stdout.decode(), done.stderr.decode()
+    assert all(f"rank {i} of 1" in words for i in range(4)), words
+    for line in (r"p-\S+  done since", r"s-\S+  running since", r"s-\S+  cancelled since", "allocation RUNNING",
+                 "no step is left", "refused with 2"):  # fmt: skip
+        assert re.search(line, told), (line, told, words)
+    assert "the job wants 3 nodes" in words
+    outside = slurm.zerun("submit", "jobs/p.yaml", "-c", "uni", "--here", code=2)
+    assert "the allocation of" in outside.stderr or "--here" in outside.stderr
 
 
 def ask(site: Site, answer: str, *argv: str) -> int:
