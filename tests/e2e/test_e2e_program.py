@@ -57,9 +57,9 @@ JOB = """\
 name: own
 nodes: 2
 slots_per_node: 1
-time: 10s
+time: 18s
 code: {root: ..}
-program: {argv: [python, train.py], stop_signal: USR1, stop_grace: 5s}
+program: {argv: [python, train.py], stop_signal: USR1, stop_grace: 10s}
 checkpoint: {foreign: "ck/*", whole_when: DONE}
 outputs: ["samples/**", "$ZERUN_RUN_DIR/out/*"]
 """
