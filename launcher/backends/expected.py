@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _TOLD = re.compile(r"Job \d+ (to start at (\S+) using \d+ processors on (?:nodes )?(\S+).*)")
 _NO_SUCH_NODES = "Requested node configuration is not available"  # never, or not while nodes are down: it does not say
-_AWAY = "down,drain,drained,draining,fail,failing,maint,unk"
+_AWAY = ("down", "drain", "fail", "maint", "unk", "no_respond", "reboot", "power", "future")
 
 
 def would_start(cluster: Cluster, login: Transport, script: bytes) -> str:
@@ -45,5 +45,7 @@ def would_start(cluster: Cluster, login: Transport, script: bytes) -> str:
 
 def _nodes_away(cluster: Cluster, login: Transport) -> str:
     partition = ["-p", cluster.slurm.partition] if cluster.slurm.partition else []
-    done = ask(login, "sinfo", "-h", *partition, "-t", _AWAY, "-o", "%N")
-    return ",".join(done.stdout.decode("utf-8", "replace").split())
+    done = ask(login, "sinfo", "-h", "-N", *partition, "-o", "%N %T")  # which words -t knows differs by version
+    rows = [line.split() for line in done.stdout.decode("utf-8", "replace").splitlines()]
+    away = [row[0] for row in rows if len(row) == 2 and (row[1].endswith("*") or row[1].startswith(_AWAY))]
+    return ", ".join(dict.fromkeys(away))

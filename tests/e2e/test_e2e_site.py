@@ -112,7 +112,10 @@ def small(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [("size=900k", "checkpoints take 1.31 MB"), ("size=90m,nr_inodes=40", "more can be made (inodes)")],
+    [
+        ("size=900k", "checkpoints take 1.31 MB"),
+        pytest.param("size=90m,nr_inodes=40", "more can be made (inodes)", marks=pytest.mark.full),
+    ],
 )
 def test_checkpoints_without_room_are_refused_before_anything_is_made(
     laptop: Site, small: Any, options: str, words: str
