@@ -101,7 +101,8 @@ def setup_argv(said: int, text: int) -> List[str]:
 def shell_after_setup(setup: str) -> List[str]:
     """A shell that reads the site's profile and ``setup`` as a job's does, then runs the words that follow. Give it
     :func:`site`'s environment."""
-    script = f'[ -r /etc/profile ] && . /etc/profile\nset +eu\n{setup}\nexec "$0" "$@"'
+    # On one line with the first of setup: bash counts the lines of what it complains of.
+    script = f'[ -r /etc/profile ] && . /etc/profile; set +eu; {setup}\nexec "$0" "$@"'
     return [shutil.which("bash") or "/bin/bash", "--noprofile", "--norc", "-c", script]
 
 
