@@ -28,16 +28,14 @@ RULES: dict[str, Units | None] = {
     "linear": Units(classes=("Linear",)),
 }
 ODD: dict[str, Units | None] = {"block": None, "linear": Units(classes=("Linear",)), "size": Units(size_bytes=1000)}
-MATRIX = [
-    ("block", "keep_last", 1),
+QUICK = [
     ("block", "keep", 0),
     ("names", "after_forward", 2),
     ("divided", "keep_last", 0),
-    ("divided", "after_forward", 1),
     ("filled", "after_forward", 1),
-    ("linear", "keep", 3),
     ("linear", "keep_last", 2),
 ]
+REST = [("block", "keep_last", 1), ("divided", "after_forward", 1), ("linear", "keep", 3)]
 
 
 def _engine(name: str, stage: int = 3, **zero: Any) -> ZeroEngine:
@@ -88,12 +86,11 @@ class Watcher:
         return sum(self.engine.units[n].unit.padded for n in numbers)
 
 
-def _matrix(rank: int, world: int) -> None:
+def _matrix(rank: int, world: int, cases: list[tuple[str, str, int]]) -> None:
     steps = batches(2, 4 * world, 37)
     reference = _engine("gpt", 2)
     expected = (train(reference, steps), digest(whole_state(reference)))
-    psi = sum(u.padded for u in reference.layout.units)
-    for rule, reshard, prefetch in MATRIX:
+    for rule, reshard, prefetch in cases:
         case = (rule, reshard, prefetch)
         engine = _engine("gpt", unit=RULES[rule], reshard=reshard, prefetch=prefetch)
         watcher = Watcher(engine)
@@ -117,8 +114,9 @@ def _matrix(rank: int, world: int) -> None:
         assert (found, digest(whole_state(engine))) == expected, case
 
 
-def test_no_rule_changes_a_bit_and_nothing_outlives_its_use() -> None:
-    run_ranks(2, _matrix)
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(REST, marks=pytest.mark.full)], ids=["quick", "rest"])
+def test_no_rule_changes_a_bit_and_nothing_outlives_its_use(cases: list[tuple[str, str, int]]) -> None:
+    run_ranks(2, _matrix, cases)
 
 
 def _odd(rank: int, world: int, folder: str) -> None:

@@ -56,7 +56,7 @@ def _measured(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def test_the_lines_are_what_real_steps_hold() -> None:
-    for name, real in _measured(["small units of replicas", "whole gradients"]).items():
+    for name, real in _measured(["small units of replicas"]).items():
         _check(name, real)
 
 
