@@ -22,10 +22,12 @@ def peaks() -> Iterator[Any]:
     sys.path[:] = before
 
 
-@pytest.mark.parametrize("name", ["GPT, 8 × 192", "convolutions, 8 × 96"])
+FULL = [(n, w, h) for n in ("GPT, 8 × 192", "convolutions, 8 × 96") for w in (2, 4) for h in ("none", "block")]
+
+
 @pytest.mark.parametrize(
-    ("world", "how"),
-    [(2, "block"), *(pytest.param(w, h, marks=pytest.mark.full) for w, h in ((2, "none"), (4, "none"), (4, "block")))],
+    ("name", "world", "how"),
+    [case if case == FULL[5] else pytest.param(*case, marks=pytest.mark.full) for case in FULL],
 )
 def test_the_peak_is_within_a_tenth_of_what_it_is_made_of(peaks: Any, name: str, world: int, how: str) -> None:
     import ranks

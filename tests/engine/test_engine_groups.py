@@ -64,7 +64,7 @@ def _against_torch(rank: int, world: int) -> set[str]:
     return bits
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_patterns_equal_torch_with_groups_at_every_stage(world: int) -> None:
     found = run_ranks(world, _against_torch)
     assert len(set.union(*found)) == 1, "stages are bitwise equal with groups too"

@@ -93,6 +93,7 @@ def _assert_readable(path: Path) -> None:
         assert {e["cat"] for e in mine if e["ph"] == "b"} == {GATHER, REDUCE}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2])
 def test_without_sharded_parameters_gradients_alone_pass_beside_backward(tmp_path: Path, stage: int) -> None:
     for spans in run_ranks(2, _step, stage, str(tmp_path / "step.json"))[0]:
