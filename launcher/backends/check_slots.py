@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..contract.errors import Refused
 from ..contract.launch import Node
 from . import free
 from .protocol import Finding
@@ -21,7 +22,11 @@ def with_slots(
     if not cluster.leases:
         return found
     node = Node(entry.name, entry.slots, among=entry.devices or tuple(range(entry.slots)))
-    said = ask(free.request(node, cluster.device_of(entry.name).kind))
+    try:
+        said = ask(free.request(node, cluster.device_of(entry.name).kind))
+    except Refused as problem:  # the folder of the leases is not as it has to be: every submit would meet it
+        told = problem.message + (f"\n{problem.hint}" if problem.hint else "")
+        return dataclasses.replace(found, ok=False, problems=(told, *found.problems))
     by: dict[str, list[str]] = {}
     for held in said["held"]:
         by.setdefault(str(held["by"]), []).append(str(held["slot"]))
