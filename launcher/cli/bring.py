@@ -35,7 +35,7 @@ def collect_verb(
     name = app.resolve(run)
     with show.progress(f"collecting {name}") as advance:
         if weights:
-            from ..keeping import collect_weights
+            from ..app.keeping import collect_weights
 
             collected, made = collect_weights(app, name, checkpoint, show.note, advance)
         else:

@@ -54,8 +54,8 @@ def export_verb(
     needs a Python with torch (ZERUN_TORCH_PYTHON) and twice the bytes for a while. Exit 7 names a damaged block, 6 a
     disk without room; nothing half-written is left.
     """
+    from ..app.keeping import export_checkpoint
     from ..checkpoints.export import Wish
-    from ..keeping import export_checkpoint
 
     store = options.open_app().store
     name = store.resolve(run)
@@ -83,7 +83,7 @@ def import_verb(
 
     Read with weights_only=True by a Python with torch (ZERUN_TORCH_PYTHON): nothing in the file is run.
     """
-    from ..keeping import import_file
+    from ..app.keeping import import_file
 
     made, prefix = import_file(file, to, _bytes(max_shard), show.note)
     if as_json:
@@ -111,7 +111,7 @@ def prune_verb(
     Says first which go, which stay and how many bytes that is, and asks; off a terminal --yes is needed. The newest
     whole one always stays, and so does the one that a running attempt went on from.
     """
-    from ..pruning import prune_checkpoints
+    from ..app.pruning import prune_checkpoints
 
     app = options.open_app()
     name = app.resolve(run)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .make import discover, of_host
+from .make import by_hand, discover, of_host
 
-__all__ = ["discover", "of_host"]
+__all__ = ["by_hand", "discover", "of_host"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,20 +62,44 @@ def discover(cluster: Cluster, runtime: tuple[str, bytes], source: str, written:
 def of_host(target: str, ssh_config: Path | None) -> Cluster:
     """A cluster of which no more is known than a host's name (``localhost``: this machine), or a list of them.
 
-    Connects to a single host: with Slurm it is a login node. Raises Unreachable, Refused; UsageError for no name.
+    Connects to a single host: with Slurm it is a login node. A login that ``zerun login HOST`` opened is gone through.
+    Raises Unreachable, Refused; UsageError for no name.
     """
-    try:
-        names = nodelist.expand(target)
-    except ValueError as problem:
-        raise UsageError(f"{target!r} is neither a cluster nor a host: {problem}") from None
-    ssh = {"ssh": {"config": str(ssh_config.resolve())}} if ssh_config is not None else {}
-    plain: dict[str, Any] = {"name": names[0].partition(".")[0], "paths": {"runs": _RUNS}, **ssh}
+    names = _names(target)
+    via = "openssh" if target != LOCAL_NAME and _login_stands(target, ssh_config) else "fabric"
+    plain = _plain(names, via, ssh_config)
     if len(names) == 1:
-        login = {} if target == LOCAL_NAME else {"login": {"host": target}}
-        slurm = cluster_from_plain({**plain, "backend": "slurm", **login})
-        if _has_slurm(slurm):
+        login = {} if target == LOCAL_NAME else {"login": {"host": target, "via": via}}
+        slurm = cluster_from_plain({**plain, "ssh": {**plain["ssh"], "via": "fabric"}, "backend": "slurm", **login})
+        if _has_slurm(slurm.model_copy(update={"name": target})):  # what a refusal calls it is what login takes
             return slurm
     return cluster_from_plain({**plain, "backend": "direct", "nodes": {"names": target}})
+
+
+def by_hand(target: str, ssh_config: Path | None = None) -> Cluster:
+    """A host, or a list of them, as the system's ssh logs in to it: for ``zerun login HOST``. Connects to nothing."""
+    plain = _plain(_names(target), "openssh", ssh_config)
+    return cluster_from_plain({**plain, "backend": "direct", "nodes": {"names": target}})
+
+
+def _names(target: str) -> tuple[str, ...]:
+    try:
+        return tuple(nodelist.expand(target))
+    except ValueError as problem:
+        raise UsageError(f"{target!r} is neither a cluster nor a host: {problem}") from None
+
+
+def _plain(names: Sequence[str], via: str, ssh_config: Path | None) -> dict[str, Any]:
+    config = {"config": str(ssh_config.resolve())} if ssh_config is not None else {}
+    return {"name": names[0].partition(".")[0], "paths": {"runs": _RUNS}, "ssh": {"via": via, **config}}
+
+
+def _login_stands(target: str, ssh_config: Path | None) -> bool:
+    connector = Connector(by_hand(target, ssh_config))
+    try:
+        return any(master.alive() for master in connector.masters())
+    finally:
+        connector.close()
 
 
 def _has_slurm(cluster: Cluster) -> bool:

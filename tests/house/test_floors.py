@@ -13,8 +13,6 @@ PACKAGE = Path(__file__).parents[2] / "launcher"
 FLOORS = {
     "cli": 7,
     "app": 6,
-    "keeping": 6,
-    "pruning": 6,
     "attempts": 5,
     "begin_with": 5,
     "starting": 5,

@@ -12,18 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoints import Collected, Report, local_steps, verify
-from .checkpoints.convert import export_dcp, import_state
-from .checkpoints.export import Exported, Wish, export, refuse_dtype
-from .checkpoints.foreign import collected, verify_foreign
-from .contract.errors import UsageError
-from .contract.holdings import checkpoints_here
-from .contract.lineage import left_behind, resumed_from
-from .contract.pruning import remove_checkpoint
-from .runs import Run
+from ..checkpoints import Collected, Report, local_steps, verify
+from ..checkpoints.convert import export_dcp, import_state
+from ..checkpoints.export import Exported, Wish, export, refuse_dtype
+from ..checkpoints.foreign import collected, verify_foreign
+from ..contract.errors import UsageError
+from ..contract.holdings import checkpoints_here
+from ..contract.lineage import left_behind, resumed_from
+from ..contract.pruning import remove_checkpoint
+from ..runs import Run
 
 if TYPE_CHECKING:
-    from .app import App
+    from . import App
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]

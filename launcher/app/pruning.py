@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import specs
-from .agent.prune import prune
-from .bundles import runtime_bundle
-from .checkpoints import candidates
-from .checkpoints.prune import Pruning, decide
-from .contract.folder import RunFolder
-from .contract.holdings import checkpoints_here
-from .contract.lineage import resumed_from
+from .. import specs
+from ..agent.prune import prune
+from ..bundles import runtime_bundle
+from ..checkpoints import candidates
+from ..checkpoints.prune import Pruning, decide
+from ..contract.folder import RunFolder
+from ..contract.holdings import checkpoints_here
+from ..contract.lineage import resumed_from
 
 if TYPE_CHECKING:
-    from .app import App
+    from . import App
 
 
 def prune_checkpoints(

@@ -1,0 +1,92 @@
+"""A project: its runs, its clusters, its descriptions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..attempts import Attempts
+from ..contract.errors import DescriptionError, Problem, Unreachable, UsageError
+from ..contract.folder import RunFolder
+from ..observe import ask
+from ..runs import Run, RunStore
+
+if TYPE_CHECKING:
+    from ..backends.protocol import Backend
+    from ..specs.models import Cluster, Job
+
+Notice = Callable[[str], None]
+
+
+class Project:
+    """zerun in one project. ``root`` is the project's folder (default: found from the working folder)."""
+
+    def __init__(self, root: Path | None = None, *, runs: Path | None = None, templates: Path | None = None) -> None:
+        self.root = root or find_root(Path.cwd())
+        named = os.environ.get("ZERUN_RUNS")
+        self.store = RunStore((runs or (Path(named) if named else self.root / "runs")).resolve())
+        config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "zerun"
+        self.config = config
+        self.attempts = Attempts(self.store, templates, config / "templates")
+
+    def cluster(self, name: str | None = None, sets: Sequence[str] = ()) -> Cluster:
+        """The cluster that ``name`` (a path, or a name in clusters/) describes."""
+        from .. import specs
+
+        chosen = name or os.environ.get("ZERUN_CLUSTER") or self._default_cluster()
+        if chosen is None:
+            raise UsageError(
+                "which cluster?",
+                hint="name one (--cluster NAME; cluster check NAME), set ZERUN_CLUSTER, or write `cluster:` in the job",
+            )
+        return specs.load_cluster(specs.find_cluster(chosen, self.cluster_folders()), sets)
+
+    def cluster_folders(self) -> list[Path]:
+        return [self.root / "clusters", self.config / "clusters", Path(__file__).parents[2] / "clusters"]
+
+    def _default_cluster(self) -> str | None:
+        try:
+            text = (self.config / "cluster").read_text().strip()
+        except FileNotFoundError:
+            return None
+        return text or None
+
+    def resolve(self, run: str) -> str:
+        return self.store.resolve(run)
+
+    def _about(self, backend: Backend, run: Run) -> list[Mapping[str, Any]]:
+        answers, silent = ask(backend, [run])
+        if silent and not answers:
+            place, why = next(iter(silent.items()))
+            raise Unreachable(f"{place}: {why}")
+        return [a["runs"].get(str(RunFolder.at(p.runs, run.name).root), {}) for p, a in answers]
+
+    def describe(self, job: Path, cluster: str | None, sets: Sequence[str] = ()) -> tuple[Job, Cluster]:
+        """Both descriptions, every mistake of either at once."""
+        from .. import specs
+
+        for_job, for_cluster = specs.split_sets(sets)
+        problems: list[Problem] = []
+        loaded_job = loaded_cluster = None
+        try:
+            loaded_job = specs.load_job(job, for_job)
+        except DescriptionError as error:
+            problems += error.problems
+        if loaded_job is not None or cluster is not None:
+            try:
+                loaded_cluster = self.cluster(cluster or (loaded_job.cluster if loaded_job else None), for_cluster)
+            except DescriptionError as error:
+                problems += error.problems
+        if problems or loaded_job is None or loaded_cluster is None:
+            raise DescriptionError(problems)
+        return loaded_job, specs.job_on(loaded_job, loaded_cluster, job, for_job)
+
+
+def find_root(start: Path) -> Path:
+    """The project's folder: the nearest that holds ``clusters/`` or a git repository, else ``start``."""
+    for folder in (start, *start.parents):
+        if (folder / "clusters").is_dir() or (folder / ".git").exists():
+            return folder
+    return start

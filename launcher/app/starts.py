@@ -1,0 +1,199 @@
+"""Attempts that are begun: submit, resume."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..attempts import Source, keep_code, made_of, one_folder, take_attempt
+from ..beforehand import Again, ask_first
+from ..bundles import Bundle, runtime_bundle
+from ..choice import tag_names
+from ..contract.errors import (
+    Unreachable,
+    UsageError,
+)
+from ..contract.plain import to_plain
+from ..runs import RunState
+
+if TYPE_CHECKING:
+    from ..backends.protocol import Handle
+    from ..starting import Waiting
+
+from .plans import refuse_what_cannot_fit
+from .project import Notice, Project
+
+_BY_ITSELF = "the program begins again, or goes on from what it kept itself ($ZERUN_ATTEMPT is above 1)"
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """``notes`` is what a person should read before walking away, a line each."""
+
+    run: str
+    attempt: int
+    handle: Handle
+    notes: tuple[str, ...]
+
+
+class Starts(Project):
+    """The use cases that begin an attempt."""
+
+    def submit(
+        self,
+        job: Path,
+        cluster: str | None = None,
+        sets: Sequence[str] = (),
+        *,
+        force: bool = False,
+        waiting: Waiting | None = None,
+        tags: Sequence[str] = (),
+        here: bool = False,
+    ) -> Submitted:
+        """Ships, submits, and returns once the cluster has the job.
+
+        Raises DoesNotFit before anything is sent, unless ``force``; without a scheduler Busy when others hold the
+        slots, unless ``waiting`` says how long to wait for them. ``here``: inside this shell's Slurm allocation.
+        """
+        from .. import datasets, specs
+        from ..backends.inside import job_here
+        from ..begin_with import check_weights
+        from ..planning import check_engine, make_plan
+        from ..starting import Waiting, start_first
+
+        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
+        plan = make_plan(loaded_job, loaded_cluster)
+        check_engine(plan)
+        refuse_what_cannot_fit(plan, force=force)
+        secret_values = read_secrets(loaded_job.secrets)
+        code = self.attempts.code(job.resolve().parent, loaded_job, secret_values)
+        backend = self.attempts.open(loaded_cluster, runtime_bundle())
+        try:
+            run_name = self.store.new_name(plan.job_name, datetime.datetime.now())
+            about = {
+                "run": run_name,
+                "job_name": plan.job_name,
+                "cluster_name": plan.cluster_name,
+                "backend": plan.backend,
+                "time_s": plan.time_s,
+                "job_file": str(job.resolve()),
+                "tags": sorted({*loaded_job.tags, *tag_names(tags)}),
+                "job": specs.describe(loaded_job),
+                "cluster": specs.describe(loaded_cluster),
+                "plan": to_plain(plan),
+                "code": {"name": code.name, "root": code.root, "commit": code.commit, "changed": code.changed},
+            }
+            backend.places()  # connects: nothing is written for a cluster that does not answer, or is taken
+            data = datasets.check(backend, loaded_job, loaded_cluster, plan, Path(code.root))
+            about["data"] = to_plain(data)
+            begins = check_weights(backend, plan, code)
+            device_kind = loaded_cluster.device_of(plan.nodes[0].name).kind
+            waiting = (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
+            within = job_here(loaded_cluster, len(plan.nodes), os.environ) if here else None
+            source = Source(loaded_job, loaded_cluster, plan, code, data=data, here=within)
+            told = ask_first(self.attempts, backend, source, run_name, force=force)
+            run = self.store.create(run_name, about)
+            keep_code(run, code)
+            with run.making():
+                run, handle, attempt = start_first(self.attempts, backend, run, source, secret_values, waiting)
+                moved = "" if loaded_cluster.local else "sent" if backend.sent(code.name) else "already there"
+        finally:
+            backend.close()
+        return Submitted(run.name, attempt, handle, (code.sentence(moved), *code.notes, *begins, *plan.remarks, *told))
+
+    def resume(
+        self,
+        run: str,
+        *,
+        nodes: int | None = None,
+        step: int | None = None,
+        sets: Sequence[str] = (),
+        notice: Notice | None = None,
+        waiting: Waiting | None = None,
+    ) -> Submitted:
+        """The next attempt of the run, from the newest whole checkpoint, on the same or another number of nodes.
+
+        ``sets`` are assignments over the job as its last attempt had it (``steps=600`` goes further);
+        a checkpoint that does not fit what they make of the model is refused by the engine.
+        """
+        from .. import datasets, specs
+        from ..checkpoints import candidates, choose, explain, stage
+        from ..planning import check_engine, make_plan
+        from ..starting import Waiting
+
+        loaded = self.store.load(self.resolve(run))
+        before = made_of(loaded, loaded.attempt)
+        assigned = (*before.sets, *sets)
+        job = specs.job_from_plain(loaded.about["job"], assigned)
+        cluster = specs.moved(specs.cluster_from_plain(loaded.about["cluster"]), job.pool)
+        secret_values = read_secrets(job.secrets)
+        backend = self.attempts.open(cluster, runtime_bundle())
+        try:
+            state = self.attempts.look(backend, [loaded])[0]
+            loaded = self.store.load(loaded.name)
+            refuse_to_resume(state, again=step is not None or bool(sets))
+            found = candidates(self._about(backend, loaded), loaded.folder)
+            # A program that keeps its checkpoints elsewhere, or in files of its own, finds them itself.
+            chosen = choose(found, step) if found or step is not None or job.program is None else None
+            notes = (
+                list(explain(found, chosen))
+                if chosen
+                else ["the run has no checkpoint that zerun knows; " + _BY_ITSELF]
+            )
+            kept = None if any(s.startswith("batch.") for s in sets) else before.global_batch
+            plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
+            check_engine(plan)
+            refuse_what_cannot_fit(plan)
+            device_kind = cluster.device_of(plan.nodes[0].name).kind
+            (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
+            attempt = max(state.attempt, loaded.attempt) + 1
+            code_name = str(loaded.about["code"]["name"])
+            data = datasets.check_again(backend, job, cluster, plan, loaded.about.get("data", ()))
+            source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)), assigned, data)
+            again = Again(attempt, sum(candidate.whole for candidate in found))
+            notes += [*plan.remarks, *ask_first(self.attempts, backend, source, loaded.name, again=again)]
+            with loaded.making():
+                loaded = self.store.load(loaded.name)
+                take_attempt(loaded, attempt)
+                launch = self.attempts.launch(
+                    source,
+                    loaded.name,
+                    attempt,
+                    one_folder(backend.places()),
+                    resume_step=chosen.step if chosen is not None and not chosen.name else None,
+                )
+                if chosen is not None and chosen.name:
+                    launch = replace(launch, resume_from=chosen.name)
+                    notes += [] if launch.shared else [f"{chosen.name} stays on the nodes that wrote it, a piece each"]
+                if chosen is not None and not launch.shared:
+                    moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
+                    notes += [moved] if moved else []
+                loaded, handle = self.attempts.send(backend, loaded, source, launch, secret_values)
+        finally:
+            backend.close()
+        return Submitted(loaded.name, attempt, handle, tuple(notes))
+
+
+def read_secrets(names: Sequence[str]) -> dict[str, str]:
+    """The values of ``secrets`` from this environment. Raises UsageError naming those that are not set."""
+    missing = [n for n in names if n not in os.environ]
+    if missing:
+        raise UsageError(f"the job wants secrets that are not set here: {', '.join(missing)}", hint="export them first")
+    return {n: os.environ[n] for n in names}
+
+
+def refuse_to_resume(state: RunState, *, again: bool) -> None:
+    """A run that goes on, or of which it is not known, must not be doubled; one that is done only ``again``."""
+    if state.state == "unknown":
+        raise Unreachable(f"{state.run}: whether it still runs is not known ({state.why})")
+    if not state.ended:
+        raise UsageError(f"{state.run} is {state.state}", hint=f"zerun cancel {state.run} first, or wait for its end")
+    if state.state == "done" and not again:
+        raise UsageError(
+            f"{state.run} is done: nothing is left to resume",
+            hint="--step S goes again from a checkpoint, --set steps=N goes further",
+        )
