@@ -17,7 +17,11 @@ CASES = {
     "ssh-lab-stage3-one-node": ("stage3", "ssh-lab", []),
     "slurm-site-slurm": ("slurm", "slurm-site", []),
     "slurm-site-stage1-no-time": ("stage1", "slurm-site", []),
-    "slurm-pools-stage3-spare": ("stage3", "slurm-pools", ["pool=spare", "nodes=2", "slots_per_node=all", "batch.micro=4"]),
+    "slurm-pools-stage3-spare": (
+        "stage3",
+        "slurm-pools",
+        ["pool=spare", "nodes=2", "slots_per_node=all", "batch.micro=4"],
+    ),
     "dgx2-25-stage3-all-nodes": (
         "stage3",
         "dgx2-25",
