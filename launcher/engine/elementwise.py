@@ -19,7 +19,7 @@ from ..contract.errors import UsageError
 from ..contract.train import SGD, AdamW
 from .flat import Run
 from .groups import Group
-from .optim import LANES, FlatAdamW, FlatOptimizer, FlatSGD, Pieces, sgd_moments
+from .optim import LANES, Done, FlatAdamW, FlatOptimizer, FlatSGD, Pieces, nothing, sgd_moments
 
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -156,7 +156,7 @@ class FlatTorch:
             for name, moment in zip(self.moments, run.moments, strict=True):
                 moment.fill_(first.get(name, 0.0))
 
-    def step(self, lr: float, factor: float) -> None:
+    def step(self, lr: float, factor: float, done: Done = nothing) -> None:
         optimizer = self._optimizer
         if optimizer is None:
             return
@@ -176,6 +176,8 @@ class FlatTorch:
             for parameter in parameters:
                 parameter.grad = None
             pieces.leave()
+        for unit in sorted({run.unit for run in self._runs}):
+            done(unit)
 
     def storages(self) -> list[Tensor]:
         scratch = [rows for pieces in self._sets for rows in pieces.scratch]

@@ -49,12 +49,13 @@ STAGES = (
 
 
 class Run(NamedTuple):
-    """A contiguous run of elements that the optimizer updates; equal lengths, no copies."""
+    """A contiguous run of elements of a unit that the optimizer updates; equal lengths, no copies."""
 
     parameter: Tensor
     gradient: Tensor
     moments: tuple[Tensor, ...]
     group: int
+    unit: int = 0
 
 
 class FlatUnit:

@@ -10,7 +10,8 @@ AdamW and SGD are torch's fused kernels; ``elementwise.FlatTorch`` is any other 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,13 @@ from .groups import Group
 LANES = 16  # fp32 in 512 bits
 
 
+Done = Callable[[int], None]
+
+
+def nothing(_unit: int) -> None:
+    return
+
+
 class FlatOptimizer(Protocol):
     """What the engine asks of an optimizer of runs of elements."""
 
@@ -30,8 +38,9 @@ class FlatOptimizer(Protocol):
     moments: tuple[str, ...]  # its tensors of a parameter's shape, under their names in checkpoints
     updates: int  # steps taken; skipped ones do not count
 
-    def step(self, lr: float, factor: float) -> None:
-        """One update of every run with ``factor`` × its gradient (which is clobbered)."""
+    def step(self, lr: float, factor: float, done: Done = nothing) -> None:
+        """One update of every run with ``factor`` × its gradient (which is clobbered). ``done`` hears the number of
+        each unit once all of its runs are updated, in the same order on every rank."""
 
     def storages(self) -> list[Tensor]:
         """Every tensor that this object keeps beside the moments."""
@@ -44,13 +53,13 @@ class FlatOptimizer(Protocol):
 
 
 class Pieces:
-    """Runs of one group, dtype and device, with the rests of all of them in scratch rows.
+    """Runs of one group, dtype and device (and, ``by_unit``, of one unit), with all their rests in scratch rows.
 
     A column is a parameter, its gradient and its moments; ``main`` and ``rows`` hold a list a column.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.group = runs[0].group
+        self.group, self.unit = runs[0].group, runs[0].unit
         self.like = runs[0].parameter
         columns = [[r.parameter, r.gradient, *r.moments] for r in runs if r.parameter.numel()]
         kinds = 2 + len(runs[0].moments)
@@ -71,11 +80,12 @@ class Pieces:
             row += whole < column[0].numel()
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> list[Pieces]:
-        """The runs, sorted into sets of one group, dtype and device."""
-        kinds: dict[tuple[int, str, str], list[Run]] = {}
+    def of(cls, runs: Sequence[Run], *, by_unit: bool = False) -> list[Pieces]:
+        """The runs, sorted into sets of one (unit,) group, dtype and device."""
+        kinds: dict[tuple[int, int, str, str], list[Run]] = {}
         for run in runs:
-            kinds.setdefault((run.group, str(run.parameter.dtype), str(run.parameter.device)), []).append(run)
+            kind = (run.group, str(run.parameter.dtype), str(run.parameter.device))
+            kinds.setdefault((run.unit if by_unit else 0, *kind), []).append(run)
         return [cls(kinds[key]) for key in sorted(kinds)]
 
     def enter(self) -> list[list[Tensor]]:
@@ -104,7 +114,7 @@ class _Fused:
     def __init__(self, runs: Sequence[Run], groups: Sequence[Group]) -> None:
         self.groups = groups
         self.updates = 0
-        self._sets = Pieces.of(runs)
+        self._sets = Pieces.of(runs, by_unit=True)
 
     def storages(self) -> list[Tensor]:
         return [rows for chosen in self._sets for rows in chosen.scratch]
@@ -115,19 +125,24 @@ class _Fused:
     def restore(self, scalars: Mapping[str, Any]) -> None:
         return
 
-    def step(self, lr: float, factor: float) -> None:
+    def step(self, lr: float, factor: float, done: Done = nothing) -> None:
         self.updates += 1
-        for pieces in self._sets:
-            group = self.groups[pieces.group]
-            tensors = pieces.enter()
-            scale: Tensor | None = None
-            if factor != 1.0 and pieces.like.dtype == torch.float32:  # the kernel's own scaling is in fp32
-                scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=pieces.like.device)
-            elif factor != 1.0:
-                torch._foreach_mul_(tensors[1], factor)
-            if tensors[0]:
-                self._update(tensors, lr * group.lr_scale, group.weight_decay, scale)
-            pieces.leave()
+        for unit, sets in groupby(self._sets, key=lambda pieces: pieces.unit):
+            for pieces in sets:
+                self._step(pieces, lr, factor)
+            done(unit)
+
+    def _step(self, pieces: Pieces, lr: float, factor: float) -> None:
+        group = self.groups[pieces.group]
+        tensors = pieces.enter()
+        scale: Tensor | None = None
+        if factor != 1.0 and pieces.like.dtype == torch.float32:  # the kernel's own scaling is in fp32
+            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=pieces.like.device)
+        elif factor != 1.0:
+            torch._foreach_mul_(tensors[1], factor)
+        if tensors[0]:
+            self._update(tensors, lr * group.lr_scale, group.weight_decay, scale)
+        pieces.leave()
 
     def _update(self, tensors: list[list[Tensor]], lr: float, weight_decay: float | None, scale: Tensor | None) -> None:
         raise NotImplementedError

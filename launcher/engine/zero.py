@@ -119,7 +119,8 @@ class ZeroEngine:
             )
         for flat in self.units:
             flat.make_moments(len(chosen.moments))
-        self.optimizer = chosen.on([r for u in self.units for r in u.runs()], described.groups)
+        runs = [run._replace(unit=number) for number, flat in enumerate(self.units) for run in flat.runs()]
+        self.optimizer = chosen.on(runs, described.groups)
         self.flow = GradientFlow(
             self.units,
             self.shard,
@@ -297,22 +298,29 @@ class ZeroEngine:
             raise NonFinite(self._name_nonfinite(norm))
         clip = self.config.optimizer.clip
         factor = scale if clip is None else scale * min(1.0, clip / (norm + 1e-6))
-        with self._unused_left_alone():
-            self.optimizer.step(self.lr, factor)
+        updated: list[int] = []
+        with self._unused_left_alone() as all_used:
+            # A unit's new parameters are on their way while the next one is updated.
+            self.optimizer.step(self.lr, factor, self._hand_out if all_used else updated.append)
+        for number in updated:
+            self._hand_out(number)
         self.loss_scale.went_well()
-        for flat in self.units:
-            if flat.unit.trainable:
-                flat.master_to_parameters()
-                if self.stage.shards_optimizer and not self.stage.shards_parameters:
-                    flat.gather_updated()
         for flat in self.units:
             flat.wait()
         self._synchronise_buffers("buffers")
         return StepInfo(norm)
 
+    def _hand_out(self, number: int) -> None:
+        """Every rank gets what this one has just updated of a unit, unless they gather it themselves (stage 3)."""
+        flat = self.units[number]
+        flat.master_to_parameters()
+        if self.stage.shards_optimizer and not self.stage.shards_parameters:
+            flat.gather_updated()
+
     @contextmanager
-    def _unused_left_alone(self) -> Iterator[None]:
-        """A parameter that no rank used in this step is not updated at all, as in an undistributed run."""
+    def _unused_left_alone(self) -> Iterator[bool]:
+        """A parameter that no rank used in this step is not updated at all, as in an undistributed run. Yields whether
+        there is none, so that what was updated may be handed out at once."""
         total = sum(len(u.unit.placed) for u in self.units if u.unit.trainable)
         flags = torch.zeros(total, dtype=torch.uint8, device=self.device)
         names = [(n, i) for n, u in enumerate(self.units) if u.unit.trainable for i in range(len(u.unit.placed))]
@@ -320,7 +328,7 @@ class ZeroEngine:
         # Whether any rank lacks anything is agreed first: that is one byte in the usual case.
         lacking = torch.tensor([len(missing) > 0], dtype=torch.uint8, device=self.device)
         if not bool(self.comm.gather_small(lacking, "unused parameters").ne(0).any()):
-            yield
+            yield True
             return
         flags += 1
         flags[missing] = 0
@@ -329,7 +337,7 @@ class ZeroEngine:
         for at, (number, index) in enumerate(names):
             if not used[at]:
                 kept += [(t, t.clone()) for t in self.units[number].state_of(index)]
-        yield
+        yield False
         for tensor, before in kept:
             tensor.copy_(before)
 

@@ -56,6 +56,20 @@ def test_equals_torch_with_groups() -> None:
         torch.testing.assert_close(run.parameter, parameter.detach(), rtol=1e-13, atol=1e-13)
 
 
+def test_a_unit_is_told_of_before_the_next_one_is_updated() -> None:
+    """So that its parameters can be sent meanwhile; units come in their order, whatever order runs were given in."""
+    tensors = [torch.zeros(40) for _ in range(4)]
+    runs = [
+        Run(t, torch.ones(40), (torch.zeros(40), torch.zeros(40)), group, unit)
+        for t, group, unit in zip(tensors, (0, 1, 0, 0), (2, 0, 1, 0), strict=True)
+    ]
+    seen: list[tuple[int, list[bool]]] = []
+    optimizer = FlatAdamW(runs, AdamW(lr=1e-3), [Group(), Group()])
+    optimizer.step(1e-3, 1.0, lambda unit: seen.append((unit, [bool(t.any()) for t in tensors])))
+    updated = [[False, True, False, True], [False, True, True, True], [True, True, True, True]]
+    assert seen == [(unit, updated[unit]) for unit in range(3)]
+
+
 def test_schedule_warms_up_and_falls_to_its_floor() -> None:
     config = AdamW(lr=1.0, warmup=4, lr_floor=0.1)
     rates = [learning_rate(config, step, 20) for step in range(1, 21)]
