@@ -19,6 +19,7 @@ from ..contract.errors import ZerunError
 from ..contract.launch import LaunchSpec
 from . import code, environment, processes, staging
 from .loop import Loop
+from .state import last_lines
 
 Done = Callable[[Path, Dict[str, str]], None]
 Failed = Callable[[str, str], None]
@@ -110,7 +111,8 @@ class Preparation:
             try:
                 found = environment.after_setup(said, status, self._spec.setup, self._spec.setup_parts)
             except ZerunError as problem:
-                self._fail("setup_failed", f"{problem} (see {self._setup_log.name})")
+                said_last = "".join(f"; it said: {line.strip()}" for line in last_lines(str(self._setup_log))[-1:])
+                self._fail("setup_failed", f"{problem}{said_last} (see {self._setup_log.name})")
                 return
         self._stage(folder, found)
 
