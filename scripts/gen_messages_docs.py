@@ -86,7 +86,7 @@ def told(run: Run, seen: Observation, later: float) -> str:
 
 
 def pending() -> str:
-    why = "Resources: waits for nodes that others hold; would start 2026-01-31T15:10:00"
+    why = "waits until enough nodes are free (Resources)"
     return told(submitted(), Observation(Poll("queued", "PENDING", why), 1, num_nodes=4), 312)
 
 

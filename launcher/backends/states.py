@@ -21,7 +21,7 @@ _REASONS = {
     "None": "Slurm has not looked at it yet",
     "Priority": "other jobs come first",
     "Resources": "waits until enough nodes are free",
-    "BeginTime": "was requeued and waits for its time",
+    "BeginTime": "waits for its time: the one asked for, or the pause after a requeue",
     "Dependency": "waits for another job",
     "DependencyNeverSatisfied": f"waits for a job that failed; {_NEVER}",
     "JobHeldUser": "held by its owner: scontrol release",

@@ -121,6 +121,8 @@ def _fact(key: str, value: Any) -> str:
         return show.num_bytes(value)
     if key.endswith("_s") and isinstance(value, (int, float)):
         return f"{value:+.3f}" if key.startswith("clock") else f"{value:.3g}"
+    if isinstance(value, float):
+        return f"{value:.3g}"
     if isinstance(value, (list, tuple)):
         return ",".join(str(v) for v in value)
     if isinstance(value, Mapping):

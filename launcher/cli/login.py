@@ -8,11 +8,18 @@ from typing import Annotated
 import typer
 
 from ..contract.errors import UsageError
-from . import options, show
+from . import complete, options, show
 
 
 def login_verb(
-    name: options.ClusterName = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CLUSTER|HOST]",
+            help="A name in clusters/, a path, or a host that none describes yet. Default: $ZERUN_CLUSTER, then yours.",
+            autocompletion=complete.clusters,
+        ),
+    ] = None,
     keep: Annotated[
         str, typer.Option("--keep", metavar="TIME", help="How long the login stays when nothing uses it: 8h, 30min.")
     ] = "8h",
@@ -22,7 +29,8 @@ def login_verb(
 
     Where a server wants a password or a second factor (`via: openssh` in the cluster's description), this verb lets
     ssh ask for it at your terminal and keeps the connection open in the background. Every other verb goes through
-    it and never asks: without it they exit 4 and say so.
+    it and never asks: without it they exit 4 and say so. A cluster that nobody described yet is logged in to by its
+    host's name; `zerun cluster discover HOST` goes through that login.
     """
     from ..specs import units
 
