@@ -28,6 +28,7 @@ from ..contract.errors import Busy, Refused
 from ..contract.folder import is_safe_name
 from ..contract.launch import LaunchSpec
 from ..contract.leases import Lease
+from ..contract.moment import moment
 from ..contract.plain import PlainError, dumps, from_plain, loads
 from ..contract.records import ProcessId
 from . import processes
@@ -173,8 +174,7 @@ def _refusal(node: str, wish: Wish, seen: _Seen) -> str:
 def _holder(lease: Optional[Lease]) -> str:
     if lease is None:
         return "a process that did not say who it is"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lease.since))
-    return f"run {lease.run} of {lease.user} since {since} (pid {lease.process.pid})"
+    return f"run {lease.run} of {lease.user} since {moment(lease.since)} (pid {lease.process.pid})"
 
 
 def user_name(uid: int) -> str:

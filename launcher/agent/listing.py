@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import pwd
@@ -13,6 +14,8 @@ from typing import Any, Dict, List, Optional
 
 from ..contract.folder import is_safe_name
 from ..contract.holdings import attempt_numbers, names_in, read_json
+from ..contract.plain import PlainError, from_plain, to_plain
+from ..contract.records import ProcessId
 
 _USER = re.compile(r"\$(?:\{(?:USER|LOGNAME)\}|(?:USER|LOGNAME)(?![A-Za-z0-9_]))")
 
@@ -77,8 +80,9 @@ def _attempt(path: str, number: int) -> Dict[str, Any]:
     slots = [node.get("slots") for node in nodes if isinstance(node, dict)]
     agents: Dict[str, Any] = {}
     for record in (read_json(os.path.join(folder, "nodes", n)) for n in names_in(os.path.join(folder, "nodes"))):
-        if isinstance(record, dict) and isinstance(record.get("agent"), dict):
-            agents[str(record.get("node"))] = record["agent"]
+        with contextlib.suppress(PlainError):
+            record = record if isinstance(record, dict) else {}
+            agents[str(record.get("node"))] = to_plain(from_plain(ProcessId, record.get("agent")))
     return {
         "num_nodes": max(1, len(nodes)),
         "ranks": sum(s for s in slots if isinstance(s, int)),

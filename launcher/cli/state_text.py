@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ..contract.errors import Exit
+from ..contract.moment import moment
 from . import show
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ def state_lines(state: RunState, now: float | None = None) -> list[str]:
 def _since(state: RunState, now: float) -> str:
     if state.since is None:
         return ""
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since))
-    return f" since {stamp} ({show.duration(now - state.since)})"
+    return f" since {moment(state.since)} ({show.duration(now - state.since)})"
 
 
 def _progress(state: RunState) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..contract.errors import Exit, UsageError
+from ..contract.moment import moment
 from . import complete, options, show
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _states(given: Sequence[str]) -> frozenset[str]:
 
 
 def _row(state: RunState) -> tuple[str, ...]:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since)) if state.since is not None else "-"
+    since = moment(state.since) if state.since is not None else "-"
     ranks = str(state.ranks) if state.ranks else "-"
     return (state.run, state.state, since, state.cluster, str(state.attempt), ranks)
 

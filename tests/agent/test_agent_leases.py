@@ -207,6 +207,16 @@ def test_a_name_that_another_took_costs_the_name_alone(folder: Path, mine: Lease
     held.release()
 
 
+@pytest.mark.parametrize("since", ["1e300", "-1e300", "1e400", "NaN"])
+def test_no_time_that_another_wrote_stops_anybody(folder: Path, mine: Lease, since: str) -> None:
+    held = leases.take(Wish((0,), 1, False), mine)
+    info = folder / f"slot-0.{os.geteuid()}.json"
+    info.write_text(info.read_text().replace("1700000000.0", since))
+    with pytest.raises(Busy, match=r"slot 0 held by (run run-a of .* since an unknown time|a process that did not say)"):
+        leases.take(Wish((0,), 1, False), mine)
+    held.release()
+
+
 def test_a_folder_that_is_no_folder_for_all(folder: Path, mine: Lease, tmp_path: Path, enemy: list[str]) -> None:
     folder.symlink_to(tmp_path)
     with pytest.raises(Refused, match="is no folder for all users"):
