@@ -152,7 +152,8 @@ class Walker:
             argv, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        return self._there(self._read(process, command)), process.returncode
+        with process:
+            return self._there(self._read(process, command)), process.wait()
 
     def _read(self, process: subprocess.Popen[bytes], command: Command) -> str:
         """All that it says; Ctrl-C goes to it and its children when the page has it so."""
@@ -174,7 +175,6 @@ class Walker:
                 break
             if not chunk:
                 time.sleep(0.1)
-        process.wait(30)
         return said.decode("utf-8", "replace")
 
     def _here(self, text: str) -> str:
