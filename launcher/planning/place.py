@@ -12,6 +12,7 @@ from .reasons import Reason
 SlotsWish = int | Literal["all"]
 
 _MOST_NODES = 2**16
+_MOST_RANKS = 2**20
 
 
 def choose_nodes(cluster: Cluster, nodes: int, slots: SlotsWish) -> tuple[tuple[Node, ...], list[Reason]]:
@@ -29,6 +30,11 @@ def choose_nodes(cluster: Cluster, nodes: int, slots: SlotsWish) -> tuple[tuple[
         reasons.append(Reason("nodes", f"{nodes} nodes are more than any cluster has (at most {_MOST_NODES})"))
     if slots != "all" and slots < 1:
         reasons.append(Reason("slots", f"slots_per_node: {slots} leaves no rank on a node"))
+    most = max((entry.slots for entry in entries), default=cluster.slots or 1) if slots == "all" else slots
+    if not reasons and nodes * most > _MOST_RANKS:
+        # Said before anything is made that is as long as there are ranks.
+        message = f"{nodes} x {most} ranks are more than any cluster has room for (at most {_MOST_RANKS})"
+        return (Node("", 1),), [Reason("slots", message)]
     if reasons:
         return (Node("", 1 if slots == "all" else max(1, slots)),), reasons
     if cluster.backend == "slurm":

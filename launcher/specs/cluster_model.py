@@ -20,7 +20,7 @@ from .mistakes import Mistake, wrong
 from .pool_model import SLURM_KEYS, Pools, pool_mistakes
 from .setup_text import Setup
 from .slurm_model import Login, Slurm, Via
-from .values import LIST, Bytes, Count, Flag, Line, PortRange, Rate, Whole, Word, choice
+from .values import LIST, Bytes, Count, Flag, Line, PortRange, Rate, Slots, Whole, Word, choice
 
 LOCAL_NAME = "localhost"
 
@@ -44,7 +44,7 @@ class NodeEntry(Description):
     name: values.Host
     address: values.Address | None = None  # what to connect to; the name itself when left out
     ssh: values.Address | None = None  # what ssh alone connects to, where that is another network or name
-    slots: Count = 1
+    slots: Slots = 1
     devices: Annotated[tuple[Whole, ...], LIST, AfterValidator(_no_repeats)] | None = None
     device: Device | None = None  # where nodes differ; left out: the cluster's
 
@@ -79,7 +79,7 @@ class Nodes(Description):
 
     names: values.NodeList | None = None
     hostfile: Line | None = None
-    slots: Count | None = None
+    slots: Slots | None = None
     cpus_per_slot: Count | None = None
     memory_per_slot: Bytes | None = None
     time_max: values.SlurmTime | None = None
@@ -311,6 +311,10 @@ def _direct_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
         )
     if _filled(given.get("slurm"), Slurm):
         yield Mistake(("slurm",), "slurm is for backend: slurm", at_key=True)
+    container = given.get("container")
+    runtime = container.get("runtime") if isinstance(container, Mapping) else getattr(container, "runtime", None)
+    if runtime == "pyxis":
+        yield Mistake(("container", "runtime"), "pyxis is a plugin of srun: it is for backend: slurm")
     nodes = given.get("nodes")
     if nodes is None and given.get("pools") is not None:
         return

@@ -17,7 +17,7 @@ from .description import Description
 from .device_model import Device
 from .mistakes import Mistake, did_you_mean, wrong
 from .slurm_model import Slurm
-from .values import FREEZE, MAPPING, Bytes, Count, Flag, Word, choice
+from .values import FREEZE, MAPPING, Bytes, Count, Flag, Slots, Word, choice
 
 SLURM_KEYS = ("partition", "account", "qos", "constraint", "reservation", "exclusive", "gpus_by", "gpu_type")
 NODE_KEYS = ("slots", "cpus_per_slot", "memory_per_slot", "time_max")
@@ -36,7 +36,7 @@ class Pool(Description):
     gpus_by: Annotated[Literal["gres", "gpus-per-node", "none"], choice("gres", "gpus-per-node", "none")] = "none"
     gpu_type: Word | None = None
     nodes: values.NodeList | None = None
-    slots: Count | None = None
+    slots: Slots | None = None
     cpus_per_slot: Count | None = None
     memory_per_slot: Bytes | None = None
     time_max: values.SlurmTime | None = None

@@ -151,6 +151,7 @@ def between(low: float, high: float, *, low_open: bool = False) -> AfterValidato
 
 Whole = Annotated[int, BeforeValidator(whole), at_least(0)]
 Count = Annotated[int, BeforeValidator(whole), at_least(1)]
+Slots = Annotated[int, BeforeValidator(whole), at_least(1, 65536)]  # of a node; lists are made of them
 Port = Annotated[int, BeforeValidator(whole), at_least(1, 65535)]
 Positive = Annotated[float, BeforeValidator(number), between(0, math.inf, low_open=True)]
 NotNegative = Annotated[float, BeforeValidator(number), between(0, math.inf)]

@@ -60,6 +60,7 @@ def test_slurm_chooses_the_nodes() -> None:
         (job(slots_per_node=3), slurm(), "slots", "3 ranks were asked for"),
         (job(slots_per_node=3), slurm(nodes={"slots": 2}), "slots", "3 ranks were asked for, a node has 2"),
         (job(nodes=10**9), slurm(nodes={"slots": 2}), "nodes", "more than any cluster has"),
+        (job(nodes=2**16), slurm(nodes={"slots": 2**16}), "slots", "more than any cluster has"),
         (
             job(time="2:00:00"),
             slurm(nodes={"slots": 2, "time_max": "1:30:00"}),

@@ -66,7 +66,7 @@ uni.yaml:7:24: 'Mail' is not an option of sbatch; accepted: names like mail-type
 uni.yaml:7:42: 'a\\nb' must stand on one line; it holds '\\n'
 uni.yaml:8:1: 'nodes' does not go with pools: write it into each pool
 uni.yaml:8:27: range 'x' is not a number or number-number
-uni.yaml:8:39: 0 is out of range; accepted: at least 1
+uni.yaml:8:39: 0 is out of range; accepted: from 1 to 65536
 uni.yaml:8:59: '120Gb' is in bits; accepted: 32GB (10⁹ bytes), 32GiB (2³⁰ bytes), 512MiB, 25MB, or a plain number of bytes
 uni.yaml:8:76: '24h30' is not a time; accepted: H:M:S, M:S, D-H, D-H:M, D-H:M:S or minutes as in Slurm (a bare 30 is 30 minutes), or 90s, 30min, 2h
 uni.yaml:9:1: 'device' does not go with pools: write it into each pool
@@ -74,7 +74,7 @@ uni.yaml:9:16: 'tpu' is not accepted; accepted: cpu, gpu (did you mean 'gpu'?)
 uni.yaml:9:45: reserve 40GiB leaves nothing of memory 32GiB
 uni.yaml:9:65: unknown precision 'bf61' (did you mean 'bf16'?); accepted: fp64, fp32, tf32, bf16, fp16, fp8
 uni.yaml:9:88: a list was expected, not 'bf16'; accepted: [a, b]
-uni.yaml:10:23: 0 is out of range; accepted: at least 1
+uni.yaml:10:23: 0 is out of range; accepted: from 1 to 65536
 uni.yaml:10:36: gpu_type needs gpus_by: gres or gpus_by: gpus-per-node, here or under slurm
 uni.yaml:10:50: there is no pool 'a10' (did you mean 'a100'?); the cluster has a100, b, c, d
 uni.yaml:10:66: pools are like each other in a circle: c → d → c
@@ -233,6 +233,7 @@ def test_how_a_login_node_is_reached_stands_under_login() -> None:
         (CLUSTER + "nodes: {names: 'n[1-2],n1'}\n", "4:16: node 'n1' is named twice"),
         (DIRECT + "slurm: {partition: x}\n", "5:1: slurm is for backend: slurm"),
         (DIRECT + "login: {host: x}\n", "5:1: login is for backend: slurm"),
+        (DIRECT + "container: {runtime: pyxis, image: x}\n", "5:22: pyxis is a plugin of srun"),
         (DIRECT + "ssh: {jump: 'me@gate:x'}\n", "5:13: jump host 'me@gate:x': 'x' is not a port"),
         (DIRECT + "ssh: {jump: 'a b'}\n", "5:13: host name 'a b' holds ' '"),
         (DIRECT + "python: ~/venv/bin/python\n", "5:9: '~/venv/bin/python' is not expanded"),
@@ -439,3 +440,17 @@ def test_any_assignment_is_taken_or_refused(assignment: str) -> None:
 def test_a_programs_own_checkpoints(section: str, says: str) -> None:
     told = mistakes("job", f"name: j\nprogram: {{argv: [x]}}\ncheckpoint: {section}\n")
     assert any(line.startswith(f"f.yaml:{says}") for line in told), told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: c\nbackend: slurm\npaths: {runs: /r}\nnodes: {slots: 100000000}\n",
+        "name: c\nbackend: slurm\npaths: {runs: /r}\npools: {a: {slots: 100000000}}\n",
+        "name: c\nbackend: direct\npaths: {runs: /r}\nnodes: [{name: n, slots: 100000000}]\n",
+    ],
+)
+def test_slots_that_no_machine_has_are_a_mistake(text: str) -> None:
+    """Lists are made of slots: a plan with these would fill the memory before it could say anything."""
+    (told,) = mistakes("cluster", text)
+    assert "100000000 is out of range; accepted: from 1 to 65536" in told
