@@ -13,6 +13,7 @@ from ..specs import nodelist
 from ..specs.cluster_model import LOCAL_NAME
 from ..specs.load import cluster_from_plain, parse_text
 from ..transports.open import Connector
+from ..transports.refusals import SECOND_FACTOR
 from . import machines
 from .pools import pools_lines, slurm_lines
 from .slurm_facts import SINFO_FIELDS, Facts, accounts_of, config_of, kinds_of, partitions_of
@@ -71,8 +72,13 @@ def of_host(target: str, ssh_config: Path | None) -> Cluster:
     if len(names) == 1:
         login = {} if target == LOCAL_NAME else {"login": {"host": target, "via": via}}
         slurm = cluster_from_plain({**plain, "ssh": {**plain["ssh"], "via": "fabric"}, "backend": "slurm", **login})
-        if _has_slurm(slurm.model_copy(update={"name": target})):  # what a refusal calls it is what login takes
-            return slurm
+        try:
+            if _has_slurm(slurm):
+                return slurm
+        except Unreachable as problem:
+            if SECOND_FACTOR not in problem.message:
+                raise
+            raise Unreachable(problem.message, hint=f"log in once, by hand: zerun login {target}; then again") from None
     return cluster_from_plain({**plain, "backend": "direct", "nodes": {"names": target}})
 
 
