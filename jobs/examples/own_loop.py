@@ -25,13 +25,16 @@ def main() -> None:
     folder = os.path.join(os.environ.get("ZERUN_RUN_DIR", "."), "checkpoints")
     resume = os.environ.get("ZERUN_RESUME_FROM")
     step = zero.load(resume)[0] if resume else 0
-    while step < 50 and not os.path.exists(os.environ.get("ZERUN_STOP_FILE", "/nonexistent")):
+    stop = torch.zeros(1)  # agreed: one rank sees the file a moment before the others, and they would wait for it
+    while step < 50 and not stop:
         for micro in range(2):
             x = torch.randn(16, 8, generator=torch.Generator().manual_seed((step * 2 + micro) * world + rank))
             loss = (model(x)[:, 0] - x.sum(1).sin()).square().mean()
             zero.backward(loss)
         info = zero.step()
         step += 1
+        stop[0] = os.path.exists(os.environ.get("ZERUN_STOP_FILE", "/nonexistent"))
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
         if rank == 0 and step % 10 == 0:
             print(f"step {step}  loss {loss.item():.4f}  norm {info.grad_norm:.3f}  {zero.memory()}", flush=True)
     zero.save(folder, step)
