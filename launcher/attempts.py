@@ -19,7 +19,7 @@ from .contract.errors import Interrupted, Refused, Unreachable, UsageError, Zeru
 from .contract.folder import RunFolder
 from .contract.plain import PlainError, dumps, from_plain, to_plain, write_atomically
 from .observe import observe
-from .runs import EXITS, Run, RunState, RunStore, fold
+from .runs import EXITS, Event, Run, RunState, RunStore, fold
 
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Handle, Place, Submission
@@ -186,10 +186,8 @@ class Attempts:
             if state.ended and (known is None or known.data["state"] != state.state):
                 if known is None and run.about.get("job", {}).get("secrets"):
                     forget_secrets(backend, run, state.attempt)
-                self.store.append(
-                    run, "ended", state.attempt, time.time(),
-                    state=state.state, exit_code=state.exit_code, why=state.why, since=state.since,
-                )  # fmt: skip
+                told = {"state": state.state, "exit_code": state.exit_code, "why": state.why, "since": state.since}
+                self._noted(run, "ended", state.attempt, told)
         return states
 
     def adopt(self, backend: Backend, run: Run) -> Run:
@@ -203,7 +201,16 @@ class Attempts:
             return run
         if found is None:
             return run
-        return self.store.append(run, "submitted", run.attempt, time.time(), handle=to_plain(found), adopted=True)
+        return self._noted(run, "submitted", run.attempt, {"handle": to_plain(found), "adopted": True})
+
+    def _noted(self, run: Run, event: str, attempt: int, data: Mapping[str, Any]) -> Run:
+        """What was seen and can be seen again: a journal that takes no line (a full disk, a folder that may only be
+        read) keeps nobody from reading."""
+        at = time.time()
+        try:
+            return self.store.append(run, event, attempt, at, **data)
+        except OSError:
+            return replace(run, events=(*run.events, Event(at, event, attempt, data)))
 
     # Blobs stay at home too: a resume on new nodes needs the very bytes that the run began with.
 

@@ -154,3 +154,15 @@ def test_data_that_git_ignores_are_told_of_before_anything_is_sent(shell: Shell)
     assert "git ignores it" in done.stderr
     done = shell.run("submit", "job.yaml", "--set", "data.tokens=data/other.bin")
     assert done.returncode == 2 and "there is no such file" in done.stderr
+
+
+def test_a_journal_that_takes_no_line_keeps_nobody_from_reading(shell: Shell) -> None:
+    """A full disk, or an archive that may only be read: what is seen is told, and noted by who can."""
+    run = shell.submit(shell.job("true", ranks=1))
+    journal = shell.folder / "runs" / run / "events.jsonl"
+    full = ["bash", "-c", 'ulimit -f 0; exec "$0" "$@"', *ZERUN]
+    for verb in (["wait", run], ["ls"], ["status", run]):
+        done = subprocess.run([*full, *verb], cwd=shell.folder, env=shell.environment, capture_output=True, text=True)
+        assert done.returncode == 0 and f"{run}  done" in done.stdout, done.stderr
+    assert '"ended"' not in journal.read_text()
+    assert shell.run("ls").returncode == 0 and '"ended"' in journal.read_text()
