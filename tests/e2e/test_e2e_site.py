@@ -91,7 +91,7 @@ def test_a_setup_that_fails_is_told_by_its_file_and_line(laptop: Site) -> None:
     laptop.write("script.py", SCRIPT)
     said = laptop.zerun("submit", "jobs/p.yaml", "-c", "here", code=1)
     words = "jobs/p.yaml:8 failed with status 127: module-that-is-not-there load x"
-    assert words in said.stderr
+    assert words in said.stderr and "command not found (see setup-localhost.log)" in said.stderr
     assert words in laptop.zerun("status", "last").stdout
 
 
