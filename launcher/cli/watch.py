@@ -202,6 +202,9 @@ def logs_verb(
             wrote = True
         if not wrote and not follow:
             _say_who_is_not_there(app, name, chosen)
+            if not any((ranks, node, grep, since)) and tail != 0:
+                show.note(f"no rank has written a line; zerun status {name} says where it stands,")
+                show.note(f"zerun collect {name} brings what setup said")
     except KeyboardInterrupt:
         if follow:
             detached(name)
