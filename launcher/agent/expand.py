@@ -49,12 +49,15 @@ def expand(request: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def look(request: Dict[str, Any]) -> Dict[str, Any]:
-    """``{runs, blobs}`` → where runs lie here, which of the shipped blobs are here, and the clock."""
+    """``{runs, literal, blobs}`` → where runs lie here, which of the shipped blobs are here, and the clock.
+
+    ``literal``: ``runs`` is a folder as it is called, not a path to be expanded.
+    """
     if sys.version_info < (3, 9):
         found = ".".join(str(n) for n in sys.version_info[:3])
         return {"error": f"agent_python is Python {found}", "hint": "name a Python of 3.9 or newer as agent_python"}
     now = time.time()
-    runs = expand_path(str(request["runs"]))
+    runs = str(request["runs"]) if request.get("literal") else expand_path(str(request["runs"]))
     have = [b for b in request["blobs"] if _is_whole(os.path.join(runs, ".blobs", b))]
     return {"runs": runs, "have": have, "now": now}
 

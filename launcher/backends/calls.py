@@ -48,11 +48,13 @@ class Look:
 
 @dataclass
 class Caller:
-    """Speaks with the machines of one cluster. ``runs`` is as the description has it, not yet expanded."""
+    """Speaks with the machines of one cluster. ``runs`` is as the description has it, not yet expanded; ``literal``
+    when no description has it: it is a folder at home, whose name may hold a dollar sign like any other letter."""
 
     runs: str
     agent_python: str
     runtime: tuple[str, bytes]  # SHA-256 and bytes of the runtime zip
+    literal: bool = False
     _looks: dict[str, Look] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -68,7 +70,7 @@ class Caller:
         Raises Unreachable, Refused, and UsageError for a path or an agent_python that does not work there.
         """
         argv = [self.agent_python, *_BARE, "-c", _source()]
-        request = {"runs": self.runs, "blobs": [self.runtime_name, *blobs]}
+        request = {"runs": self.runs, "literal": self.literal, "blobs": [self.runtime_name, *blobs]}
         before = time.time()
         done = transport.run(argv, stdin=json.dumps(request).encode())
         after = time.time()

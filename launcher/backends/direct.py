@@ -32,7 +32,8 @@ class DirectBackend:
     def __init__(self, cluster: Cluster, runtime: tuple[str, bytes], home_runs: Path) -> None:
         self._cluster = cluster
         self._connector = Connector(cluster)
-        self._caller = Caller(cluster.paths.runs or str(home_runs.resolve()), cluster.agent_python, runtime)
+        there = cluster.paths.runs
+        self._caller = Caller(there or str(home_runs.resolve()), cluster.agent_python, runtime, literal=not there)
         self._nodes = [entry.name for entry in cluster.node_list]
         self._places: tuple[Place, ...] | None = None
 

@@ -51,11 +51,13 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def test_follow_ends_as_the_job_ends_and_keeps_stdout_to_the_id(shell: Shell) -> None:
+    # Of a folder at home no letter is special.
+    shell.environment["ZERUN_RUNS"] = str(shell.folder / "my $NO_SUCH ~ 'runs'")
     done = shell.run("submit", shell.job('echo "hello of $RANK"'), "--follow")
     assert done.returncode == 0, done.stderr
     (run,) = done.stdout.splitlines()
     assert "0@localhost  hello of 0" in done.stderr and "1@localhost  hello of 1" in done.stderr
-    assert (shell.folder / "runs" / run / "run.json").exists()
+    assert Path(shell.environment["ZERUN_RUNS"], run, "run.json").exists()
     logs = shell.run("logs", "last", "--rank", "1")
     assert logs.returncode == 0 and logs.stdout == "1@localhost  hello of 1\n"
     logs = shell.run("logs", "last", "--rank", "2-7")
