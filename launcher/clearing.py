@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from .contract.errors import Unreachable, UsageError
 from .contract.folder import RunFolder
 from .contract.holdings import tree_size
+from .contract.pruning import remove_tree
 from .observe import ask
 from .runs import Run, RunState
 
@@ -78,4 +78,4 @@ def clear(backend: Backend | None, clearing: Clearing) -> None:
             backend.call(heap.place, "remove", {"run_dir": heap.folder, "really": True}, timeout_s=600.0)
     gone = clearing.run.folder.with_name(f".removed-{clearing.run.name}")
     clearing.run.folder.rename(gone)
-    shutil.rmtree(gone)
+    remove_tree(str(gone))

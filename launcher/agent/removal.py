@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from typing import Any, Dict, List
 
 from ..contract.errors import Refused, UsageError
 from ..contract.folder import is_safe_name
 from ..contract.holdings import attempt_numbers, names_in, read_json, tree_size
 from ..contract.plain import PlainError, from_plain
+from ..contract.pruning import remove_tree
 from ..contract.records import NodeRecord
 from .tail_files import is_alive
 
@@ -32,7 +32,7 @@ def remove(request: Dict[str, Any]) -> Dict[str, Any]:
         # Renamed first: a removal that is cut leaves nothing that looks like a run.
         gone = os.path.join(os.path.dirname(folder), f".removed-{os.path.basename(folder)}")
         os.rename(folder, gone)
-        shutil.rmtree(gone)
+        remove_tree(gone)
         _forget_secrets(folder)
     return {"bytes": size, "files": files, "removed": bool(request.get("really"))}
 

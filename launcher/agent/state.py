@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Optional
 from ..contract.errors import UsageError
 from ..contract.holdings import attempt_numbers, checkpoints_here, names_in, read_json
 from ..contract.lineage import resumed_from
-from ..contract.plain import PlainError, from_plain, loads
+from ..contract.plain import PlainError, from_plain, loads, open_file
 from ..contract.records import Announcement, NodeRecord, Outcome
 from .own_files import foreign_of
 from .space import free_bytes
@@ -89,7 +89,7 @@ def _attempt(folder: str) -> Dict[str, Any]:
 def _progress(folder: str, launch: Dict[str, Any]) -> Optional[Dict[str, Any]]:
     """Where rank 0 is, by the last whole line of its metrics."""
     try:
-        with open(os.path.join(folder, "metrics", "rank-00000.jsonl"), "rb") as file:
+        with open_file(os.path.join(folder, "metrics", "rank-00000.jsonl")) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
             lines = file.read(LAST_BYTES).split(b"\n")
         last = loads(lines[-2]) if len(lines) > 1 else None
@@ -133,7 +133,7 @@ def _job_id(folder: str, launch: Dict[str, Any]) -> Optional[str]:
 def last_lines(path: str) -> List[str]:
     """The end of a log for people: about 20 lines, more when a traceback begins just before them."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - LAST_BYTES))
             data = file.read(LAST_BYTES)

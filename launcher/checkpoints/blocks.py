@@ -14,6 +14,7 @@ import xxhash
 from ..contract.errors import VerificationFailed
 from ..contract.manifest import BLOCK_BYTES, ShardFile
 from ..contract.plain import loads
+from ..contract.weights import TAG_BYTES
 
 
 class ShardReader:
@@ -24,7 +25,7 @@ class ShardReader:
         self.shard = shard
         self._number, self._data = -1, b""
         try:
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as problem:
             raise self._wrong(f"cannot be read: {problem.strerror}") from problem
         about = os.fstat(self._handle)
@@ -34,8 +35,8 @@ class ShardReader:
         try:
             length = int.from_bytes(self.read(0, 8), "little")
             self._base = 8 + length
-            self._header: Mapping[str, Any] = loads(self.read(8, self._base))
-        except ValueError as problem:
+            self._header: Mapping[str, Any] = dict(loads(self.read(8, self._base)))
+        except (TypeError, ValueError) as problem:
             os.close(self._handle)
             raise self._wrong(f"has no header of safetensors: {problem}") from problem
         except VerificationFailed:
@@ -55,7 +56,13 @@ class ShardReader:
         if name not in self._header:
             raise self._wrong(f"has no tensor {name}")
         found = self._header[name]
-        return self._base + int(found["data_offsets"][0]), str(found["dtype"]), tuple(found["shape"])
+        try:
+            begin, tag, shape = self._base + int(found["data_offsets"][0]), str(found["dtype"]), tuple(found["shape"])
+        except (ArithmeticError, LookupError, TypeError, ValueError) as problem:
+            raise self._wrong(f"tells of {name} what cannot be read: {problem!r}") from problem
+        if tag not in TAG_BYTES:
+            raise self._wrong(f"has {name} in {tag}; known: {', '.join(TAG_BYTES)}")
+        return begin, tag, shape
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop)."""

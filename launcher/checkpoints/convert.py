@@ -14,6 +14,7 @@ from typing import Any
 
 from ..bundles import runtime_bundle
 from ..contract.errors import Exit, JobFailed, NoSpace, UsageError
+from ..contract.plain import open_file
 from .export import Exported, Wish, beside, write
 from .moving import SPARE_BYTES, size
 
@@ -42,7 +43,8 @@ def export_dcp(
 def import_state(source: Path, target: Path, most_bytes: int, notice: Notice) -> tuple[Exported, str]:
     """A plain torch state dict as safetensors in ``target``; also the prefix that was taken off its names."""
     try:
-        needed = source.stat().st_size
+        with open_file(source) as file:
+            needed = os.fstat(file.fileno()).st_size
     except OSError as problem:
         raise UsageError(f"{source} cannot be read: {problem.strerror}") from problem
     with beside(target) as folder:
@@ -67,8 +69,8 @@ def in_engine(request: Mapping[str, Any]) -> dict[str, Any]:
             done = subprocess.run(
                 [python, str(runtime), "convert"], input=json.dumps(request).encode(), capture_output=True, check=False
             )
-        except FileNotFoundError as problem:
-            raise UsageError(f"ZERUN_TORCH_PYTHON: {python} is not there") from problem
+        except OSError as problem:
+            raise UsageError(f"ZERUN_TORCH_PYTHON: {python} cannot be started: {problem.strerror}") from problem
     try:
         answer = json.loads(done.stdout)
     except ValueError as problem:

@@ -15,7 +15,7 @@ import xxhash
 from ..contract.errors import PartialAnswer, Refused, VerificationFailed, ZerunError
 from ..contract.holdings import read_json
 from ..contract.kept import is_kept
-from ..contract.plain import dumps, write_atomically
+from ..contract.plain import dumps, open_file, write_atomically
 from .found import Candidate
 from .moving import Asked, check_target, in_parallel, name_of, raise_worst, run_dir
 from .verify import Report
@@ -176,7 +176,7 @@ def _digest(path: Path, like: str) -> str:
 
     algorithm = like.partition(":")[0]
     state = hashlib.sha256() if algorithm == "sha256" else xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while data := file.read(1 << 22):
             state.update(data)
     return f"{algorithm}:{state.hexdigest()}"

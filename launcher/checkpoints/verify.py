@@ -14,6 +14,7 @@ from ..contract.damage import forget_damage, note_damage
 from ..contract.errors import VerificationFailed
 from ..contract.folder import CheckpointFolder, step_of
 from ..contract.manifest import BLOCK_BYTES, Manifest, ShardFile
+from ..contract.plain import open_file, read_file
 
 READ_BYTES = 2**20
 
@@ -85,7 +86,7 @@ def verify(folder: Path) -> Report:
 def read_manifest(path: Path, step: int | None = None) -> Manifest:
     """The manifest in a file; VerificationFailed when it cannot be read or contradicts itself."""
     try:
-        manifest = Manifest.from_bytes(path.read_bytes())
+        manifest = Manifest.from_bytes(read_file(path))
     except FileNotFoundError:
         raise VerificationFailed(f"{path}: there is no manifest, so no checkpoint") from None
     except (OSError, ValueError) as problem:
@@ -96,7 +97,10 @@ def read_manifest(path: Path, step: int | None = None) -> Manifest:
     # As many first: a damaged number of ranks must not cost more than it takes to read it.
     if len(manifest.shards) != world or sorted(s.rank for s in manifest.shards) != list(range(world)):
         raise VerificationFailed(f"{path}: the manifest does not name one shard for each of {world} ranks")
-    folder = CheckpointFolder(PurePosixPath())
+    layout, folder = manifest.layout, CheckpointFolder(PurePosixPath())
+    for unit in layout.units:
+        if (unit.ranks, unit.tensor, unit.replicas) != (layout.ranks, layout.tensor, layout.replicas):
+            raise VerificationFailed(f"{path}: unit {unit.name} is cut for other ranks than the whole")
     for shard in manifest.shards:
         # A name from elsewhere: nothing but a rank's own file name is ever opened or asked for.
         if shard.file != folder.shard(shard.rank).name:
@@ -117,7 +121,7 @@ def check_shard(path: Path, shard: ShardFile, *, durable: bool = False) -> Shard
             return _problem(shard, f"has {about.st_size} bytes of {shard.bytes}")
         whole, blocks = digests(path)
         if durable:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 os.fsync(file.fileno())
     except FileNotFoundError:
         return _problem(shard, "is missing")
@@ -140,7 +144,7 @@ def digests(path: Path) -> tuple[str, tuple[str, ...]]:
     whole = xxhash.xxh3_128()
     blocks = []
     buffer = memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         block, filled = xxhash.xxh3_128(), 0
         while count := file.readinto(buffer):
             data = buffer[:count]

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from .plain import dumps, loads, write_atomically
+from .plain import dumps, loads, open_file, write_atomically
 
 _NOTE = re.compile(r"damaged-rank-([0-9]{5,})\.json")
 
@@ -59,7 +59,7 @@ def damage_in(folder: str) -> Dict[int, str]:
 
 def _holds(folder: str, name: str) -> Optional[str]:
     try:
-        with open(os.path.join(folder, name), "rb") as file:
+        with open_file(os.path.join(folder, name)) as file:
             kept = loads(file.read(65536))
         rank = os.path.basename(name)[len("damaged-") : -len(".json")]
         if kept["file"] != f"{rank}.safetensors":

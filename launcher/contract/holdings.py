@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from .damage import damage_in, is_note
 from .folder import rank_of, step_of
-from .plain import loads
+from .plain import loads, open_file
 
 RECORD_BYTES = 2**20
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -36,7 +37,7 @@ def record_digest(path: str) -> Optional[str]:
     if not path.endswith(".json"):
         return None
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             data = file.read(RECORD_BYTES + 1)
     except OSError:
         return None
@@ -56,7 +57,7 @@ def identity(folder: str) -> Optional[List[str]]:
 def read_json(path: str) -> Any:
     """The JSON value in a file; None when it is missing or is not JSON (yet)."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return loads(file.read())
     except (OSError, ValueError):
         return None
@@ -72,13 +73,19 @@ def names_in(folder: str) -> List[str]:
 def tree_size(folder: str) -> Tuple[int, int]:
     """Bytes of all files below ``folder``, and how many; links count as themselves."""
     size = files = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
+    waiting = [folder]  # no recursion: a program makes folders as deep as it likes
+    while waiting:
+        at = waiting.pop()
+        for name in names_in(at):
+            path = os.path.join(at, name)
             try:
-                size += os.lstat(os.path.join(where, name)).st_size
-            except FileNotFoundError:
+                about = os.lstat(path)
+            except OSError:
                 continue  # went away as we looked
-            files += 1
+            if stat.S_ISDIR(about.st_mode):
+                waiting.append(path)
+            else:
+                size, files = size + about.st_size, files + 1
     return size, files
 
 
@@ -206,7 +213,7 @@ def read_shards(path: str, step: int) -> Tuple[int, List[Tuple[int, str, int]]]:
 
     Reads only these: a whole ``Manifest`` of a large model is much more work, and ``state`` is asked often.
     """
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         value = loads(file.read())
     try:
         if value["step"] != step:

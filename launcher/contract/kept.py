@@ -70,23 +70,28 @@ def matches(run_dir: str, pattern: str) -> List[Tuple[str, os.stat_result]]:
     return sorted(found.items())
 
 
-def _walk(run_dir: str, at: str, parts: Sequence[str]) -> Iterator[Tuple[str, os.stat_result]]:
-    head, rest = parts[0], parts[1:]
-    if head == "**" and rest:
-        yield from _walk(run_dir, at, rest)
-    for name, facts in _entries(run_dir, at):
-        path = f"{at}/{name}" if at else name
-        folder = stat.S_ISDIR(facts.st_mode)
-        if head == "**":
-            if folder:
-                yield from _walk(run_dir, path, parts)
-            elif not rest:
-                yield path, facts
-        elif fnmatch.fnmatchcase(name, head) and (not name.startswith(".") or head.startswith(".")):
-            if not rest:
-                yield path, facts
-            elif folder:
-                yield from _walk(run_dir, path, rest)
+def _walk(run_dir: str, begin: str, parts: Sequence[str]) -> Iterator[Tuple[str, os.stat_result]]:
+    """No recursion, and no folder twice for the same part: a job makes folders as deep and as many as it likes."""
+    waiting, seen = [(begin, 0)], {(begin, 0)}
+    while waiting:
+        at, index = waiting.pop()
+        head, last = parts[index], index == len(parts) - 1
+        found = [(at, index + 1)] if head == "**" and not last else []
+        for name, facts in _entries(run_dir, at):
+            path = f"{at}/{name}" if at else name
+            folder = stat.S_ISDIR(facts.st_mode)
+            if head == "**":
+                if folder:
+                    found.append((path, index))
+                elif last:
+                    yield path, facts
+            elif fnmatch.fnmatchcase(name, head) and (not name.startswith(".") or head.startswith(".")):
+                if last:
+                    yield path, facts
+                elif folder:
+                    found.append((path, index + 1))
+        waiting += [item for item in found if item not in seen]
+        seen.update(found)
 
 
 def _entries(run_dir: str, at: str) -> Iterator[Tuple[str, os.stat_result]]:

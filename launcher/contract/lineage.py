@@ -12,10 +12,11 @@ taken as the newest and never counts among those that are kept.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import Dict, Mapping, Optional, Set
+
+from .plain import loads, read_file
 
 
 def resumed_from(folder: str) -> Dict[int, Optional[int]]:
@@ -30,9 +31,8 @@ def resumed_from(folder: str) -> Dict[int, Optional[int]]:
     for name in names:
         if re.fullmatch(r"[1-9][0-9]{0,8}", name) and _begun(os.path.join(attempts, name)):
             try:
-                with open(os.path.join(attempts, name, "launch.json"), "rb") as file:
-                    step = json.loads(file.read())["resume_step"]
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                step = loads(read_file(os.path.join(attempts, name, "launch.json")))["resume_step"]
+            except (OSError, ValueError, KeyError, TypeError):
                 continue
             if step is None or isinstance(step, int):
                 found[int(name)] = step

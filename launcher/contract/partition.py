@@ -32,6 +32,7 @@ from typing import Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional
 from .train import Units
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+MOST_ELEMENTS = 2**80  # more is a damaged number
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ class Parameter:
     tied: Tuple[str, ...] = ()
     tensor_parts: int = 1
     tensor_padded: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.shape, default=0) < 0 or self.numel > MOST_ELEMENTS or self.tensor_parts < 1:
+            raise ValueError(f"{self.name}: {list(self.shape)} in {self.tensor_parts} stretches is no parameter")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"{self.name} is of {self.dtype!r}; known: {', '.join(ITEM_BYTES)}")
+        if self.tensor_axis is not None and not 0 <= self.tensor_axis < len(self.shape):
+            raise ValueError(f"{self.name}: {list(self.shape)} has no axis {self.tensor_axis}")
 
     @property
     def numel(self) -> int:
@@ -120,6 +129,8 @@ class Unit:
 
     def __post_init__(self) -> None:
         even = self.ranks * self.replicas
+        if min(self.ranks, self.replicas, self.tensor) < 1:
+            raise ValueError(f"unit {self.name} is of {self.ranks} x {self.tensor} ranks, {self.replicas} replicas")
         if self.bucket < even or self.bucket % even:
             raise ValueError(f"unit {self.name}: a bucket of {self.bucket} does not divide over {even} ranks")
         kinds = {(p.dtype, p.group, p.trainable, p.is_split(self.tensor)) for p in self.parameters}

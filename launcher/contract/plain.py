@@ -7,9 +7,12 @@ that names its place (``nodes[2].slots``) rather than a surprise later.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
+import io
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any, Dict, Mapping, Tuple, Type, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -68,7 +71,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, value, where)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise PlainError(f"{where}: a float was expected, the number is too large") from None
     if isinstance(kind, type):
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise PlainError(f"{where}: {kind.__name__} was expected, not {value!r}")
@@ -114,6 +120,21 @@ def loads(data: Union[str, bytes]) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply to be ours") from None
+
+
+def open_file(path: Union[str, Path]) -> io.BufferedReader:
+    """The plain file at ``path``. Anything else is an OSError: a FIFO in its place would be waited for without end."""
+    handle = os.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_file(path: Union[str, Path]) -> bytes:
+    """All bytes of the plain file at ``path``; OSError as :func:`open_file`."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def dumps(value: Any) -> bytes:

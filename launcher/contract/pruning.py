@@ -35,6 +35,28 @@ def remove_checkpoint(folder: str) -> Tuple[int, List[str]]:
     return freed, left
 
 
+def remove_tree(top: str) -> None:
+    """Removes a folder, however deep: what is below comes up beside its parent first, so that no path is too long and
+    nothing recurses. Links are not followed."""
+    waiting, count = [top], 0
+    while waiting:
+        at = waiting[-1]
+        below = len(waiting)
+        for name in os.listdir(at):
+            path = os.path.join(at, name)
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                os.unlink(path)
+            elif at == top:
+                waiting.append(path)
+            else:
+                count += 1
+                up = os.path.join(top, f".up-{os.getpid()}-{count}")
+                os.rename(path, up)
+                waiting.append(up)
+        if len(waiting) == below:
+            os.rmdir(waiting.pop())
+
+
 def _is_ours(name: str) -> bool:
     """Also what was half written when its writer was killed: ``.rank-00003.safetensors.123.part``."""
     half = name.startswith(".") and name.endswith(".part")

@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Seq
 
 from .errors import UsageError
 from .partition import Parameter
-from .plain import loads
+from .plain import loads, open_file, read_file
 
 TAGS = {
     "float64": "F64",
@@ -31,6 +31,7 @@ TAGS = {
 }
 TAG_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+METADATA = "__metadata__"
 MOST_HEADER_BYTES = 100_000_000
 
 
@@ -72,7 +73,7 @@ def _files_of(path: Path) -> List[Path]:
     index = path / INDEX
     if index.is_file():
         try:
-            named = loads(index.read_bytes())["weight_map"]
+            named = loads(read_file(index))["weight_map"]
             names = sorted({str(name) for name in named.values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"weights {index} cannot be read: {type(error).__name__}: {error}") from error
@@ -96,22 +97,26 @@ def _files_of(path: Path) -> List[Path]:
 def read_header(file: Path) -> Tuple[Dict[str, Stored], Dict[str, str]]:
     """The tensors of one file, and its ``__metadata__``. Raises :class:`UsageError` for anything else."""
     try:
-        size = file.stat().st_size
-        with open(file, "rb") as opened:
+        with open_file(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
             if length > min(MOST_HEADER_BYTES, size - 8):
                 raise ValueError("it has no header of safetensors")
             header = loads(opened.read(length))
-        metadata = {str(k): str(v) for k, v in dict(header.pop("__metadata__", {})).items()}
+        if not isinstance(header, dict):
+            raise ValueError("its header is no mapping of names")
+        metadata = {str(k): str(v) for k, v in dict(header.pop(METADATA, {})).items()}
         found = {str(n): _stored(str(n), about, file, 8 + length, size) for n, about in header.items()}
+        _refuse_overlap(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"weights {file} cannot be read: {error}", hint="is it whole, and safetensors?") from error
     return found, metadata
 
 
 def _stored(name: str, about: Mapping[str, Any], file: Path, base: int, size: int) -> Stored:
-    tag, shape = str(about["dtype"]), tuple(int(n) for n in about["shape"])
-    start, stop = (int(n) for n in about["data_offsets"])
+    tag, shape, (start, stop) = str(about["dtype"]), tuple(about["shape"]), about["data_offsets"]
+    if any(type(n) is not int for n in (*shape, start, stop)):
+        raise ValueError(f"{name}: its shape and offsets are no whole numbers")
     if tag not in TAG_BYTES:
         raise ValueError(f"{name} is of {tag}; known: {', '.join(TAG_BYTES)}")
     if start < 0 or min(shape, default=0) < 0 or stop - start != prod(shape) * TAG_BYTES[tag]:
@@ -119,6 +124,14 @@ def _stored(name: str, about: Mapping[str, Any], file: Path, base: int, size: in
     if base + stop > size:
         raise ValueError(f"it ends at byte {size}, {name} at {base + stop}: it is not whole")
     return Stored(name, tag, shape, file, base + start, base + stop)
+
+
+def _refuse_overlap(found: Mapping[str, Stored]) -> None:
+    last: Optional[Stored] = None
+    for stored in sorted(found.values(), key=lambda s: (s.start, s.stop)):
+        if last is not None and stored.start < last.stop and stored.numel:
+            raise ValueError(f"the bytes of {last.name} and {stored.name} overlap")
+        last = stored if last is None or stored.stop > last.stop else last
 
 
 class Misfit(NamedTuple):
@@ -207,7 +220,7 @@ def _file(name: str, tensors: Iterable[Tensor], tied: Mapping[str, str]) -> File
     # As safetensors does: wide items first, so that each begins at a multiple of its size.
     ordered = tuple(sorted(tensors, key=lambda t: (-TAG_BYTES[t.tag], t.name)))
     here = {t.name for t in ordered}
-    header: Dict[str, Any] = {"__metadata__": {"format": "pt", **{k: v for k, v in tied.items() if v in here}}}
+    header: Dict[str, Any] = {METADATA: {**{k: v for k, v in tied.items() if v in here}, "format": "pt"}}
     offsets, at = [], 0
     for tensor in ordered:
         offsets.append(at)

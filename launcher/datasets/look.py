@@ -11,6 +11,7 @@ import xxhash
 
 from ..checkpoints.moving import in_parallel, name_of
 from ..contract.errors import UsageError, ZerunError
+from ..contract.plain import open_file
 
 if TYPE_CHECKING:
     from ..backends.protocol import Backend, Place
@@ -77,7 +78,7 @@ def file_here(path: Path, algorithm: str | None = None) -> Seen:
     buffer = memoryview(bytearray(_BLOCK))
     total = 0
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             while count := file.readinto(buffer):
                 state.update(buffer[:count])
                 total += count

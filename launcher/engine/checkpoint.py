@@ -26,7 +26,7 @@ from ..contract.holdings import read_shards
 from ..contract.lineage import left_behind, resumed_from
 from ..contract.manifest import FORMAT, Manifest, ShardFile
 from ..contract.partition import Copy
-from ..contract.plain import PlainError, from_plain, to_plain, write_atomically
+from ..contract.plain import PlainError, from_plain, read_file, to_plain, write_atomically
 from ..contract.pruning import remove_checkpoint
 from ..contract.slices import reshard_tensor
 from . import shardfile
@@ -202,7 +202,7 @@ def read_manifest(folder: Path, step: int | None) -> tuple[Path, Manifest, bytes
             raise UsageError(f"{folder} holds no whole checkpoint", hint="a checkpoint is whole once it has a manifest")
         target = step_folder(folder, chosen)
     try:
-        data = (target / "manifest.json").read_bytes()
+        data = read_file(target / "manifest.json")
         return target, Manifest.from_bytes(data), data
     except FileNotFoundError as error:
         raise UsageError(f"{target} has no manifest, so it is no checkpoint") from error

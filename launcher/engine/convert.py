@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.errors import UsageError
-from ..contract.weights import INDEX, TAGS, Stored, lay_out, read_weights
+from ..contract.errors import NoSpace, UsageError
+from ..contract.weights import INDEX, METADATA, TAGS, Stored, lay_out, read_weights
 from ..contract.weights import Tensor as Laid
 from .shardfile import as_bytes, dtype_of, tag_of
 
@@ -67,11 +69,16 @@ def from_torch(source: Path, target: Path, most_bytes: int) -> dict[str, Any]:
     named, prefix = _tensors_of(_load(source), source)
     tied: dict[str, str] = {}
     kept: dict[str, Tensor] = {}
-    places: dict[tuple[int, int, tuple[int, ...], torch.dtype], str] = {}
+    places: dict[tuple[object, ...], str] = {}
     for name, tensor in named.items():
         if tag_of(tensor.dtype) is None:
             raise UsageError(f"{source}: {name} is of {tensor.dtype}; known: {', '.join(TAGS)}")
-        place = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.dtype)
+        if tensor.layout != torch.strided or tensor.is_meta:
+            what = "has no bytes (device meta)" if tensor.is_meta else f"is of the layout {tensor.layout}"
+            raise UsageError(f"{source}: {name} {what}; only dense tensors are weights", hint="save them dense, on cpu")
+        # With its strides: a square matrix and its transpose lie in the same bytes.
+        seen = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        place = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), *seen)
         if tensor.numel() and place in places:
             tied[name] = places[place]
             continue
@@ -79,6 +86,9 @@ def from_torch(source: Path, target: Path, most_bytes: int) -> dict[str, Any]:
         kept[name] = tensor
     laid = [Laid(name, str(tag_of(t.dtype)), tuple(t.shape)) for name, t in kept.items()]
     files, index = lay_out(laid, most_bytes, tied)
+    total, free = sum(f.size for f in files), shutil.disk_usage(target).free
+    if total > free:  # views may be larger than the file that they came in
+        raise NoSpace(f"{target.parent}: {source} comes to {total} bytes, {free} are free")
     for file in files:
         with open(target / file.name, "xb") as out:
             out.write(file.header)
@@ -90,7 +100,7 @@ def from_torch(source: Path, target: Path, most_bytes: int) -> dict[str, Any]:
         (target / INDEX).write_bytes(index)
     return {
         "files": [f.name for f in files],
-        "bytes": sum(f.size for f in files),
+        "bytes": total,
         "tensors": len(kept),
         "prefix": prefix,
     }
@@ -105,11 +115,20 @@ def _load(source: Path) -> Any:
     except FileNotFoundError as error:
         raise UsageError(f"{source} is not there") from error
     except Exception as error:  # unpickling raises what it likes; nothing of the file was run
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = _said(error)
         raise UsageError(
             f"{source} cannot be read as plain tensors: {said}",
             hint="save model.state_dict() alone; classes of your own are not loaded, since that would run code",
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """What is wrong, in a line, without torch's advice to run what the file holds."""
+    text = str(error).strip()
+    if "Weights only load failed" in text:
+        told = re.search(r"Unsupported[^\n]*|GLOBAL [\w.]+|UnpicklingError: [^\n]*", text)
+        return f"it holds more than tensors, or is damaged{f' ({told.group()})' if told else ''}"
+    return text.splitlines()[0].partition(" In PyTorch 2.6")[0] if text else type(error).__name__
 
 
 def _tensors_of(loaded: Any, source: Path) -> tuple[dict[str, Tensor], str]:
@@ -124,6 +143,10 @@ def _tensors_of(loaded: Any, source: Path) -> tuple[dict[str, Tensor], str]:
         told = f"{odd[0]} is a {type(found[odd[0]]).__name__}" if odd and odd[0] in found else "it has no tensors"
         raise UsageError(f"{source} is no state dict: {told}", hint="save model.state_dict() alone")
     named = {str(name): value for name, value in found.items()}
+    unfit = [name for name in named if name == METADATA or name != name.encode(errors="replace").decode()]
+    if len(named) < len(found) or unfit:
+        what = f"{unfit[0]!r} is no name" if unfit else "names are equal as text"
+        raise UsageError(f"{source} is no state dict: {what}", hint="names are those of modules")
     for prefix in ("module.", "_orig_mod."):  # DistributedDataParallel, torch.compile
         if all(name.startswith(prefix) for name in named):
             return {name.removeprefix(prefix): value for name, value in named.items()}, prefix

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..contract.errors import JobFailed, NoSpace, VerificationFailed
 from ..contract.manifest import BLOCK_BYTES, ShardFile
-from ..contract.plain import sync_folder
+from ..contract.plain import open_file, sync_folder
 
 _TAGS = {
     torch.float64: "F64",
@@ -109,12 +109,13 @@ def _stream(entries: Sequence[Entry]) -> Iterator[Any]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied; valid while the tensor lives."""
+    """The bytes of a contiguous CPU tensor, not copied; the view keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
-    view = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-    return view
+    window: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    window.tensor = tensor  # a temporary would be gone before its bytes are written
+    return memoryview(window).cast("B")
 
 
 class _Digests:
@@ -164,12 +165,15 @@ class Reader:
         self._number = -1
         self._data = b""
         try:
-            self._file: BinaryIO = open(self.path, "rb")  # noqa: SIM115 (closed by __exit__)
+            self._file: BinaryIO = open_file(self.path)
         except FileNotFoundError as error:
             raise VerificationFailed(
                 f"shard {self.path} of rank {shard.rank} is missing here; node {shard.node} wrote it",
                 hint="collect the checkpoint, or resume with the nodes that hold it",
             ) from error
+        except OSError as error:
+            said = f"shard {self.path} of rank {shard.rank} cannot be read: {error.strerror}"
+            raise VerificationFailed(said, hint="resume from an older checkpoint, or bring this one again") from error
         size = os.fstat(self._file.fileno()).st_size
         if size != shard.bytes:
             self._file.close()

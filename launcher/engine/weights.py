@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..contract.errors import UsageError, VerificationFailed
 from ..contract.partition import Parameter
+from ..contract.plain import open_file
 from ..contract.slices import slices
 from ..contract.weights import TAG_BYTES, Stored, misfits, read_weights
 from .checkpoint import persistent_buffers, settle
@@ -126,7 +127,7 @@ class _Files:
     def _read(self, name: str, first: int, numel: int) -> Tensor:
         about = self.stored[name]
         if about.file not in self._opened:
-            opened: BinaryIO = open(about.file, "rb", buffering=0)  # noqa: SIM115 (closed with the others)
+            opened: BinaryIO = open_file(about.file)
             self._opened[about.file] = self._stack.enter_context(opened)
         width = TAG_BYTES[about.tag]
         data = bytearray(numel * width)

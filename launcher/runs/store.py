@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 from ..backends.protocol import Handle
 from ..contract.errors import UsageError
 from ..contract.folder import RunFolder, is_safe_name
-from ..contract.plain import PlainError, dumps, from_plain, loads, to_plain, write_atomically
+from ..contract.plain import PlainError, dumps, from_plain, loads, read_file, to_plain, write_atomically
 from ..locks import hold, is_held
 from .state import EXITS
 
@@ -165,7 +165,7 @@ class RunStore:
         folder = self.root / name
         path = folder / "run.json"
         try:
-            about = loads(path.read_bytes())
+            about = loads(read_file(path))
         except FileNotFoundError:
             raise UsageError(f"no run {name!r} in {self.root}", hint="zerun ls names the runs") from None
         except (OSError, ValueError) as problem:
@@ -179,7 +179,7 @@ class RunStore:
     def _events(folder: Path) -> Iterator[Event]:
         path = folder / "events.jsonl"
         try:
-            lines = path.read_bytes().split(b"\n")
+            lines = read_file(path).split(b"\n")
         except FileNotFoundError:
             return
         except OSError as problem:
