@@ -20,6 +20,7 @@ from ..contract.errors import UsageError
 from ..contract.holdings import checkpoints_here
 from ..contract.lineage import left_behind, resumed_from
 from ..contract.pruning import remove_checkpoint
+from ..locks import hold
 from ..runs import Run
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def collect_weights(
 ) -> tuple[Collected, Exported | None]:
     """Collects a run, and keeps of its checkpoint the consolidated weights alone, in ``RUN/weights/step-N``.
 
-    Shards that were at home before stay; those that came for this go again. None where there is no checkpoint.
+    Shards that were at home before stay, and those that another collect counts on meanwhile; those that came for
+    this go again. None where there is no checkpoint.
     """
     run = app.store.load(name)
     had = set(local_steps(run.folder))
@@ -90,11 +92,28 @@ def collect_weights(
     if got.step is None:
         return got, None
     shards = step_at_home(run, got.step)
-    target = run.folder / "weights" / shards.name
-    if target.is_dir():
-        shutil.rmtree(target)  # of this step, exported before; an attempt may have written the step again since
-    made = export(shards, target, Wish(), notice)
-    if got.step not in had:
-        remove_checkpoint(str(shards))
-        got = replace(got, checkpoint=None)
+    made = _export_again(shards, run.folder / "weights" / shards.name, notice)
+    with hold(run.folder / ".collecting") as ours:
+        if got.step not in had and ours and _brought(app.store.load(name), got.step) == _brought(run, got.step) + 1:
+            remove_checkpoint(str(shards))
+            got = replace(got, checkpoint=None)
     return got, made
+
+
+def _brought(run: Run, step: int) -> int:
+    """How many collects have brought, or found at home, the checkpoint of ``step``."""
+    return sum(1 for e in run.events if e.event == "collected" and e.data.get("checkpoint") == step)
+
+
+def _export_again(shards: Path, target: Path, notice: Notice) -> Exported:
+    """An export in the place of an older one of the step (an attempt may have written it again), which stays until
+    the new one is whole."""
+    fresh, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    for left in (fresh, old):  # of a collect that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    made = export(shards, fresh, Wish(), notice)
+    if target.is_dir():
+        target.rename(old)
+    fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    return replace(made, folder=str(target))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..contract.errors import NoSpace, Refused, UsageError
+from ..contract.errors import NoSpace, Refused, UsageError, VerificationFailed
 from ..contract.manifest import BLOCK_BYTES, Manifest
 from ..contract.partition import stored_dtype
 from ..contract.plain import sync_folder
@@ -160,6 +160,7 @@ class _Work:
         self.checkpoint, self.manifest = checkpoint, manifest
         self.whole = Whole(manifest.layout)
         self.shards = {s.rank: s for s in manifest.shards}
+        self.sizes = {f"{u.name}/{PARAMETERS}": u.shard_numel for u in manifest.layout.units}
         self.done, self.total, self.progress = 0, total, progress
 
     def write(self, file: File, path: Path) -> None:
@@ -191,7 +192,12 @@ class _Work:
     def _copy(self, reader: ShardReader, rows: list[tuple[str, int, int, int, str]], out: int) -> None:
         pieces = []
         for name, first, numel, to, wanted in rows:
-            base, tag, _ = reader.about(name)
+            base, tag, shape = reader.about(name)
+            if name in self.sizes and shape != (self.sizes[name],):
+                raise VerificationFailed(
+                    f"{reader.path}: {name} has {list(shape)} elements, {self.sizes[name]} by the manifest beside it",
+                    hint="the manifest is damaged: zerun collect brings it once more; or take another --step",
+                )
             width = TAG_BYTES[tag]
             pieces.append(_Piece(base + first * width, base + (first + numel) * width, tag, to, wanted))
         for piece in sorted(pieces):

@@ -16,6 +16,8 @@ from engine_ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
+from launcher.app.keeping import collect_weights
+from launcher.checkpoints import Collected
 from launcher.checkpoints.convert import export_dcp
 from launcher.checkpoints.export import Wish, converted, export
 from launcher.contract.errors import NoSpace, Refused, UsageError, VerificationFailed
@@ -27,6 +29,7 @@ from launcher.engine.ranks import Ranks
 from launcher.engine.tensor_gpt import TensorGPT
 from launcher.engine.tensor_parallel import joined, split_of
 from launcher.engine.zero import ZeroEngine
+from launcher.runs import Event, Run
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=4, seq_len=7, vocab=37)
 
@@ -158,6 +161,14 @@ def test_damage_and_a_full_disk_leave_nothing(tmp_path: Path, monkeypatch: pytes
         ):
             form(step, tmp_path / "out", Wish(), lambda _: None)
     shard.write_bytes(whole)
+    # A digit of the manifest that makes another model of the same shard.
+    about = (step / "manifest.json").read_bytes()
+    value = json.loads(about)
+    value["layout"]["units"][0]["parameters"][0]["shape"][0] -= 1
+    (step / "manifest.json").write_text(json.dumps(value))
+    with pytest.raises(VerificationFailed, match="by the manifest beside it"):
+        export(step, tmp_path / "out", Wish())
+    (step / "manifest.json").write_bytes(about)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/kept").touch()
     with pytest.raises(Refused, match="there already"):
@@ -191,13 +202,79 @@ def test_a_torch_file_becomes_safetensors_and_nothing_of_it_is_run(tmp_path: Pat
     load_model(again, tmp_path / "out/model.safetensors")
     _same(dict(again.state_dict()), dict(model.state_dict()))
 
+    # A transpose lies in the bytes of its original, in another order; it is neither tied to it nor lost.
+    square = torch.arange(40_000.0).view(200, 200)
+    views = {"a": square, "b": square.t(), "c": square[::2, 1:], "d": square, "e": torch.tensor(3.0)}
+    torch.save(views, tmp_path / "views.pt")
+    (tmp_path / "views").mkdir()
+    assert from_torch(tmp_path / "views.pt", tmp_path / "views", 10**9)["tensors"] == 4
+    found = load_file(tmp_path / "views/model.safetensors")
+    assert all(torch.equal(found[name], views[name]) for name in "abce")
+    for odd_one, kind, said in [
+        ({"a": torch.eye(2).to_sparse()}, UsageError, "only dense"),
+        ({"a": torch.empty(2, device="meta")}, UsageError, "device meta"),
+        ({1: torch.zeros(1), "1": torch.ones(1)}, UsageError, "equal as text"),
+        ({"__metadata__": torch.zeros(1)}, UsageError, "is no name"),
+        ({"\ud800": torch.zeros(1)}, UsageError, "is no name"),
+        ({"a": torch.zeros(1).expand(10**14)}, NoSpace, "are free"),
+    ]:
+        torch.save(odd_one, tmp_path / "odd.pt")
+        with pytest.raises(kind, match=said):
+            from_torch(tmp_path / "odd.pt", tmp_path / "views", 10**9)
+
     torch.save({"weight": torch.zeros(1), "trap": Trap(tmp_path)}, tmp_path / "trap.pt")
-    with pytest.raises(UsageError, match="cannot be read as plain tensors"):
+    with pytest.raises(UsageError, match="cannot be read as plain tensors: it holds more than tensors"):
         from_torch(tmp_path / "trap.pt", tmp_path / "out", 10**9)
     assert not (tmp_path / "run").exists()
     torch.save({"a": torch.zeros(1), "b": 3}, tmp_path / "odd.pt")
     with pytest.raises(UsageError, match="b is a int"):
         from_torch(tmp_path / "odd.pt", tmp_path / "out", 10**9)
+
+
+def test_collected_weights_stay_until_newer_ones_are_whole(tmp_path: Path) -> None:
+    """A collect of weights that fails, or meets another collect, takes nothing away."""
+    run = tmp_path / "job-1"
+    step = _one(run / "checkpoints")
+    events: list[Event] = []
+
+    class Brought:
+        """The app's part in it: the shards are there once it was asked."""
+
+        class store:
+            @staticmethod
+            def load(name: str) -> Run:
+                return Run(run, {}, tuple(events))
+
+        @staticmethod
+        def collect(*_: object) -> Collected:
+            if not step.exists():
+                (run / "away").rename(step)
+            events.append(Event(0.0, "collected", 1, {"checkpoint": 5}))
+            return Collected("job-1", str(run), 5, str(step), 0, 0, 0, 0, 1)
+
+    app: Any = Brought()
+    kept = run / "weights/step-00000005"
+    assert collect_weights(app, "job-1", "newest", lambda _: None)[1] is not None and step.exists()
+    before = (kept / "model.safetensors").read_bytes()
+    damaged = bytearray((step / "rank-00000.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    whole = bytes((step / "rank-00000.safetensors").read_bytes())
+    (step / "rank-00000.safetensors").write_bytes(damaged)
+    with pytest.raises(VerificationFailed):
+        collect_weights(app, "job-1", "newest", lambda _: None)
+    assert (kept / "model.safetensors").read_bytes() == before
+    (step / "rank-00000.safetensors").write_bytes(whole)
+
+    step.rename(run / "away")
+
+    def meanwhile(_: str) -> None:
+        events.append(Event(0.0, "collected", 1, {"checkpoint": 5}))
+
+    got, made = collect_weights(app, "job-1", "newest", meanwhile)
+    assert made is not None and made.folder == str(kept) and step.exists() and got.checkpoint
+    step.rename(run / "away")
+    assert collect_weights(app, "job-1", "newest", lambda _: None)[0].checkpoint is None and not step.exists()
+    assert sorted(p.name for p in (run / "weights").iterdir()) == [kept.name]
 
 
 class Trap:
