@@ -141,6 +141,7 @@ class TrainConfig:
     checkpoint: Checkpointing = Checkpointing()
     recompute: Union[str, Tuple[int, ...]] = "none"  # none | block | numbers of blocks: activations made again
     activations: str = "whole"  # where what recompute stores waits: whole | partitioned | host
+    nonfinite: str = "stop"  # a step whose gradients are no numbers: stop | skip
     split: Dict[str, str] = field(default_factory=dict)
     """A factory model's layers at a tensor degree above 1: name pattern → column | column/3 | row | vocabulary."""
     groups: Tuple[ParameterGroup, ...] = ()

@@ -76,6 +76,7 @@ class EngineConfig:
                 config.optimizer,
                 config.batch.accumulation,
                 config.precision,
+                nonfinite=config.nonfinite,
                 recompute=config.recompute,
                 activations=config.activations,
             )

@@ -7,6 +7,7 @@ branch: a stop signal that reached one rank stops all of them after the same ste
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import time
@@ -43,6 +44,11 @@ class Progress:
     checkpoint: int | None = None
     train_loss: float | None = None
     heldout_loss: float | None = None
+
+    def losses(self) -> dict[str, float | None]:
+        """For files: JSON has no NaN, which a loss is where a step was skipped for it; None stands there."""
+        known = {"train_loss": self.train_loss, "heldout_loss": self.heldout_loss}
+        return {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in known.items()}
 
 
 class Trainer:
@@ -88,13 +94,13 @@ class Trainer:
         trained_s = time.perf_counter() - began
         steps = self.progress.step - first_step
         tokens = steps * self.global_batch * self.batches.tokens_per_sample
-        memory = self.policy.memory()
+        memory, losses = self.policy.memory(), self.progress.losses()
         return Outcome(
             outcome="stopped" if stopped and self.progress.step < self.config.steps else "done",
             step=self.progress.step,
             checkpoint=self.progress.checkpoint,
-            train_loss=self.progress.train_loss,
-            heldout_loss=self.progress.heldout_loss,
+            train_loss=losses["train_loss"],
+            heldout_loss=losses["heldout_loss"],
             bigram_entropy=self._bigram,
             tokens_per_s=tokens / trained_s if steps else None,
             trained_s=trained_s,
@@ -194,7 +200,7 @@ class Trainer:
             model=model,
             data_state=self.batches.state(self.progress.samples),
             shared=spec.shared,
-            extra={"train_loss": self.progress.train_loss, "heldout_loss": self.progress.heldout_loss},
+            extra=self.progress.losses(),
         )
         step = self._taken = self.progress.step
         self._saved_at = time.monotonic()
@@ -283,7 +289,7 @@ class Reporter:
         gpu = trainer.place.device.type == "cuda"
         row = {
             "step": trainer.progress.step,
-            "loss": trainer.progress.train_loss,
+            "loss": trainer.progress.losses()["train_loss"],
             "step_time_s": seconds,
             "tokens_per_s": tokens / seconds,
             **{key: value - before[key] for key, value in traffic.items()},

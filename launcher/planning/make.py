@@ -221,6 +221,7 @@ def _train_config(job: Job, cluster: Cluster, topology: Topology, kept: int | No
         checkpoint=_checkpointing(job.checkpoint),
         recompute=job.recompute,
         activations=job.activations,
+        nonfinite=job.nonfinite,
         split=dict(job.parallel.split),
         groups=_groups(job),
         group_function=job.groups,

@@ -101,6 +101,7 @@ _ENGINE_ONLY = (
     "evaluate",
     "recompute",
     "activations",
+    "nonfinite",
     "checkpoint",
     "seed",
 )
@@ -147,6 +148,7 @@ class Job(Description):
     evaluate: Evaluate | None = None
     recompute: Annotated[Literal["none", "block"] | tuple[int, ...], BeforeValidator(_recompute)] = "none"
     activations: Annotated[Literal["whole", "partitioned", "host"], choice("whole", "partitioned", "host")] = "whole"
+    nonfinite: Annotated[Literal["stop", "skip"], choice("stop", "skip")] = "stop"
     checkpoint: Checkpoint = Checkpoint()
     setup: Setup = ""
     env: Env = Field(default_factory=lambda: values.freeze({}))

@@ -113,6 +113,16 @@ def test_resumed_on_another_number_of_ranks(tmp_path: Path, corpus: Path) -> Non
     assert "global batch of 8, this attempt has 4" in one.log(0, 4)
 
 
+def test_steps_whose_loss_is_no_number_are_skipped_and_saved(tmp_path: Path, corpus: Path) -> None:
+    """The first step ruins the parameters: every loss after it is NaN, which no file of ours has a number for."""
+    ruin = AdamW(lr=1e38, schedule="constant")
+    job = Job(tmp_path)
+    assert job.run(_config(corpus, steps=3, optimizer=ruin, nonfinite="skip")) == [0, 0], job.log(0)
+    rows = job.metrics(0)
+    assert [row["loss"] is None for row in rows] == [row["skipped"] for row in rows] == [False, True, True]
+    assert job.manifest(3).step == 3 and job.outcome().train_loss is None
+
+
 def test_a_stop_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, corpus: Path) -> None:
     job = Job(tmp_path)
     config = _config(corpus, steps=100_000, checkpoint=Checkpointing(every_steps=50_000), evaluate=None)
