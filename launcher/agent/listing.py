@@ -10,10 +10,11 @@ import glob
 import os
 import pwd
 import re
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List
 
 from ..contract.folder import is_safe_name
 from ..contract.holdings import attempt_numbers, names_in, read_json
+from .state import job_id
 from ..contract.plain import PlainError, from_plain, to_plain
 from ..contract.records import ProcessId
 
@@ -88,7 +89,7 @@ def _attempt(path: str, number: int) -> Dict[str, Any]:
         "ranks": sum(s for s in slots if isinstance(s, int)),
         "runtime": os.path.basename(str(launch.get("runtime") or "")),
         "resume_step": launch.get("resume_step"),
-        "job": _job(folder, launch),
+        "job": job_id(folder, launch),
         "inside": _inside(folder),
         "agents": agents,
         "at": _written_at(os.path.join(folder, "launch.json")),
@@ -99,16 +100,6 @@ def _inside(folder: str) -> Any:
     """The shell of an attempt that was started inside an allocation."""
     told = read_json(os.path.join(folder, "here"))
     return told.get("pid") if isinstance(told, dict) else None
-
-
-def _job(folder: str, launch: Dict[str, Any]) -> Optional[str]:
-    if launch.get("job_id"):
-        return str(launch["job_id"])
-    try:
-        with open(os.path.join(folder, "job"), encoding="utf-8", errors="replace") as file:
-            return file.read(64).strip() or None
-    except OSError:
-        return None
 
 
 def _written_at(path: str) -> float:

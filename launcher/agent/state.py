@@ -79,7 +79,7 @@ def _attempt(folder: str) -> Dict[str, Any]:
         "outcome": _checked(Outcome, os.path.join(folder, "outcome.json"), problems),
         "announcement": _checked(Announcement, os.path.join(folder, "rendezvous.json"), problems),
         "claimed": os.path.isdir(os.path.join(folder, "claim")),
-        "job_id": _job_id(folder, launch if isinstance(launch, dict) else {}),
+        "job_id": job_id(folder, launch if isinstance(launch, dict) else {}),
         "last_lines": last,
         "progress": _progress(folder, launch if isinstance(launch, dict) else {}),
         "problems": problems,
@@ -120,7 +120,8 @@ def _checked(kind: Any, path: str, problems: List[str]) -> Any:
     return value
 
 
-def _job_id(folder: str, launch: Dict[str, Any]) -> Optional[str]:
+def job_id(folder: str, launch: Dict[str, Any]) -> Optional[str]:
+    """Slurm's number of an attempt: of the script that began, else of the submit."""
     if launch.get("job_id"):
         return str(launch["job_id"])
     try:
