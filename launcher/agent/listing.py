@@ -14,9 +14,9 @@ from typing import Any, Dict, List
 
 from ..contract.folder import is_safe_name
 from ..contract.holdings import attempt_numbers, names_in, read_json
-from .state import job_id
 from ..contract.plain import PlainError, from_plain, to_plain
 from ..contract.records import ProcessId
+from .state import job_id
 
 _USER = re.compile(r"\$(?:\{(?:USER|LOGNAME)\}|(?:USER|LOGNAME)(?![A-Za-z0-9_]))")
 
