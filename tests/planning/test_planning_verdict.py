@@ -106,7 +106,7 @@ def test_a_users_own_model_cannot_be_said() -> None:
     plan = make_plan(job(model={"factory": "m:f"}, data=data), cluster_of(10**9))
     assert plan.judgement.verdict == "cannot be said" and "not counted" in plan.judgement.because
     assert plan.step == () and plan.sent_bytes_per_step is None and plan.bounds is None
-    with pytest.raises(UsageError, match="those of a user's own model are not known"):
+    with pytest.raises(UsageError, match="is known only when it runs"):
         search(job(model={"factory": "m:f"}, data=data), cluster_of(10**9))
 
 
