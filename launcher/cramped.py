@@ -18,7 +18,7 @@ def cramped(records: Sequence[NodeRecord]) -> tuple[str, ...]:
             found.setdefault((record.cores, len(record.ranks)), []).append(record.node)
     return tuple(
         f"{_count(cores, 'core')} for {_count(ranks, 'rank')} on {_nodes(nodes)}: below {CORES_A_RANK} a rank, "
-        f"loading data and sending wait for computing; cpus_per_slot asks for more, or take fewer slots"
+        f"loading data and sending wait for computing; take fewer slots, or under Slurm ask for more by cpus_per_slot"
         for (cores, ranks), nodes in found.items()
     )
 
