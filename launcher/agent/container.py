@@ -144,6 +144,8 @@ def end(spec: LaunchSpec, ranks: Iterable[int]) -> None:
     if box is None or box.runtime not in ("docker", "podman"):
         return
     names = [name_of(spec, {"RANK": str(rank)}) for rank in ranks]
+    if box.runtime == "podman":  # where one of the names is gone, podman 4.3 leaves all the others without a word
+        names.insert(0, "--ignore")
     try:
         subprocess.run(
             [box.runtime, "rm", "--force", *names],

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional
 from ..contract.folder import AttemptFolder, RunFolder
 from ..contract.plain import PlainError, from_plain, loads
 from ..contract.records import ProcessId
-from . import processes
+from . import container, processes
 from .attempt import load
 from .processes import Stat
 
@@ -46,6 +46,7 @@ def stop(request: Dict[str, Any]) -> Dict[str, Any]:
     for stat in left():
         before.setdefault(stat.pid, stat)
     processes.end_all(left, 0.0 if agents else min(grace_s, 2.0))
+    container.end(spec, range(sum(node.slots for node in spec.nodes)))  # those of an agent that was killed
     if spec.secrets_file:
         with contextlib.suppress(OSError):
             os.unlink(spec.secrets_file)

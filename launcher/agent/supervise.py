@@ -30,6 +30,7 @@ from . import container, leases, processes, rendezvous, replicas
 from .control import Council, Peer
 from .coordinator import Coordinator
 from .environment import Environment, Seat
+from .leftovers import end_leftovers
 from .loop import Loop
 from .notes import AgentLog, Keeper, Ready, leave_place, own_files, take_place
 from .prepare import Preparation
@@ -93,6 +94,9 @@ class Agent:
         self._ready.say(placed=True)
         self._log(f"agent {self._own.pid} of {self._spec.run} attempt {self._spec.attempt}, node {self._me.node}")
         self._keeper = self._new_keeper()
+        for told in end_leftovers(self._spec, self._me.node):
+            self._log(told)
+            self._keeper.notes.append(told)
         processes.become_subreaper()
         self._loop = Loop()
         try:
@@ -403,7 +407,7 @@ class Agent:
     def _all_down(self) -> None:
         self._down = True
         self._ranks.close()
-        container.end(self._spec, [rank.rank for rank in self._ranks.all if rank.signalled])
+        container.end(self._spec, [rank.rank for rank in self._ranks.all if rank.signalled or rank.signal])
         if self._held is not None:  # before the record says so: whoever reads it may start the next attempt
             self._held.release()
         if self._settled:

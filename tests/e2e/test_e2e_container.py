@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -99,6 +101,21 @@ def test_ranks_train_in_containers_and_cancel_ends_those(boxed: Site) -> None:
     assert boxed.json("status", run)["state"] == "cancelled"
     assert run not in podman(boxed, "ps", "--all", "--format", "{{.Names}}").stdout.decode()
     assert not running_in(code), "what ran inside has ended with the container"
+    # The kernel may kill the runtime's client, or our agent: neither leaves a container behind for good.
+    for killed in ("client", "agent"):
+        run = boxed.zerun("submit", "jobs/p.yaml", "--cluster", "here").stdout.strip()
+        record = boxed.run_folder(run) / "attempts" / "1" / "nodes" / "localhost.json"
+        end = time.monotonic() + 60
+        while run not in podman(boxed, "ps", "--format", "{{.Names}}").stdout.decode():
+            assert time.monotonic() < end
+        told = json.loads(record.read_bytes())
+        os.kill(told["ranks"][0]["pid"] if killed == "client" else told["agent"]["pid"], signal.SIGKILL)
+        boxed.zerun("wait", run, code=1)
+        if killed == "agent":
+            boxed.zerun("cancel", run, code=None)
+        end = time.monotonic() + 30
+        while run in podman(boxed, "ps", "--all", "--format", "{{.Names}}").stdout.decode():
+            assert time.monotonic() < end, killed
 
 
 def running_in(folder: Path) -> list[str]:

@@ -1,0 +1,32 @@
+"""An agent that was killed: what its ranks had started goes on, until the next attempt's agent comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from agent_job import MakeJob, lives, until
+
+
+def test_two_attempts_never_run_at_once(job: MakeJob, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    first = job("sh", "-c", f'sleep 60 & echo $! > "{pid_file}.part"; mv "{pid_file}.part" "{pid_file}"; wait')
+    agent = first.agent()
+    until(pid_file.exists)
+    trains = int(pid_file.read_text())
+    agent.send_signal(signal.SIGKILL)
+    agent.wait(10)
+    assert lives(trains), "the kernel ends the rank alone"
+
+    second = first.write(attempt=2, token=os.urandom(16).hex())
+    argv = [first.python, first.spec.runtime, "agent", "--run-dir", first.spec.run_dir, "--attempt", "2"]
+    pid_file.unlink()
+    with subprocess.Popen([*argv, "--node", "localhost"], stdin=subprocess.DEVNULL) as agent:
+        until(pid_file.exists)
+        assert not lives(trains) and lives(int(pid_file.read_text()))
+        (note,) = [n for n in second.record().notes if "attempt 1" in n]
+        assert "whose agent had been killed" in note
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(20)
