@@ -87,7 +87,16 @@ def collect_weights(
     this go again. None where there is no checkpoint.
     """
     run = app.store.load(name)
-    had = set(local_steps(run.folder))
+    with hold(run.folder / ".weighing") as ours:
+        if not ours:
+            raise UsageError(f"the weights of {name} are being collected by another command", hint="wait for it")
+        return _collect_weights(app, run, checkpoint, notice, progress)
+
+
+def _collect_weights(
+    app: App, run: Run, checkpoint: str, notice: Notice, progress: Progress | None
+) -> tuple[Collected, Exported | None]:
+    name, had = run.name, set(local_steps(run.folder))
     got = app.collect(name, checkpoint, progress)
     if got.step is None:
         return got, None
@@ -109,6 +118,8 @@ def _export_again(shards: Path, target: Path, notice: Notice) -> Exported:
     """An export in the place of an older one of the step (an attempt may have written it again), which stays until
     the new one is whole."""
     fresh, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    if old.is_dir() and not target.exists():
+        old.rename(target)  # a collect was killed just between the two renames below
     for left in (fresh, old):  # of a collect that was killed
         shutil.rmtree(left, ignore_errors=True)
     made = export(shards, fresh, Wish(), notice)

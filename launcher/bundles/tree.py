@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..contract.errors import UsageError
+from ..contract.plain import read_file
 from . import git
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _walk(base: Path) -> list[str]:
 
 def _ignore_lines(base: Path) -> list[str]:
     try:
-        return (base / IGNORE_FILE).read_text("utf-8").splitlines()
+        return read_file(base / IGNORE_FILE).decode("utf-8").splitlines()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as problem:

@@ -8,6 +8,7 @@ its digest. Needs no torch; a change of dtype needs numpy.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -80,8 +81,9 @@ def export(
 @contextmanager
 def beside(target: Path) -> Iterator[Path]:
     """A folder that becomes ``target`` if all goes well, and is gone otherwise."""
+    there = Refused(f"{target} is there already", hint="name a folder that does not exist, or an empty one")
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise Refused(f"{target} is there already", hint="name a folder that does not exist, or an empty one")
+        raise there
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -89,7 +91,12 @@ def beside(target: Path) -> Iterator[Path]:
     try:
         yield part
         sync_folder(part)
-        os.rename(part, target)
+        try:
+            os.rename(part, target)
+        except OSError as problem:
+            if problem.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise there from problem  # another command was faster
+            raise
         sync_folder(target.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -139,7 +139,11 @@ def read_file(path: Union[str, Path]) -> bytes:
 
 def dumps(value: Any) -> bytes:
     """JSON in UTF-8 with a final newline; equal values give equal bytes."""
-    return (json.dumps(to_plain(value), ensure_ascii=False, indent=1, allow_nan=False) + "\n").encode("utf-8")
+    plain = to_plain(value)
+    try:
+        return (json.dumps(plain, ensure_ascii=False, indent=1, allow_nan=False) + "\n").encode("utf-8")
+    except UnicodeEncodeError:  # a file's name that is no UTF-8: its bytes as escapes, which are read back the same
+        return (json.dumps(plain, indent=1, allow_nan=False) + "\n").encode("ascii")
 
 
 def write_atomically(path: Union[str, Path], data: bytes, *, durable: bool = False, mode: int = 0o644) -> None:

@@ -17,6 +17,7 @@ import pytest
 from launcher.agent.code import unpack
 from launcher.bundles import CodeBundle, Wish, code_bundle, runtime_bundle
 from launcher.contract.errors import UsageError
+from launcher.contract.plain import dumps, loads
 
 LIMIT = 10_000_000
 
@@ -170,6 +171,10 @@ def test_names_of_any_bytes_arrive_and_unreadable_files_are_named(tree: Path, tm
     os.mkfifo(tree / "pipe")
     bundle = code_bundle(tree, limit=LIMIT)
     assert set(odd) <= set(contents(bundle)) and "pipe" not in contents(bundle)
+    assert set(odd) <= set(loads(dumps(bundle.about()))["changed"])  # code.json, of names that are no UTF-8
+    os.mkfifo(tree / ".zerunignore")
+    with pytest.raises(UsageError, match=r"\.zerunignore cannot be read: .*no plain file"):
+        code_bundle(tree, limit=LIMIT)
     run = tmp_path / "run"
     run.mkdir()
     (run / bundle.name).write_bytes(bundle.data)

@@ -29,6 +29,7 @@ from launcher.engine.ranks import Ranks
 from launcher.engine.tensor_gpt import TensorGPT
 from launcher.engine.tensor_parallel import joined, split_of
 from launcher.engine.zero import ZeroEngine
+from launcher.locks import hold
 from launcher.runs import Event, Run
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=4, seq_len=7, vocab=37)
@@ -179,6 +180,14 @@ def test_damage_and_a_full_disk_leave_nothing(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(NoSpace, match="are to be written"):
             export(step, tmp_path / "out", Wish())
 
+    def slower(_: str) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/model.safetensors").touch()
+
+    with pytest.raises(Refused, match="there already"):  # two exports at once to one folder
+        export(step, tmp_path / "out", Wish(), slower)
+    shutil.rmtree(tmp_path / "out")
+
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -260,11 +269,14 @@ def test_collected_weights_stay_until_newer_ones_are_whole(tmp_path: Path) -> No
     damaged[-1] ^= 1
     whole = bytes((step / "rank-00000.safetensors").read_bytes())
     (step / "rank-00000.safetensors").write_bytes(damaged)
+    kept.rename(run / "weights/.step-00000005.old")  # as a kill between two renames leaves it
     with pytest.raises(VerificationFailed):
         collect_weights(app, "job-1", "newest", lambda _: None)
     assert (kept / "model.safetensors").read_bytes() == before
     (step / "rank-00000.safetensors").write_bytes(whole)
 
+    with hold(run / ".weighing"), pytest.raises(UsageError, match="by another command"):
+        collect_weights(app, "job-1", "newest", lambda _: None)
     step.rename(run / "away")
 
     def meanwhile(_: str) -> None:
