@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import re
@@ -196,12 +197,15 @@ class RunStore:
         """Adds an event, durably, before this returns. One write a line, so that two shells do not mix theirs."""
         record = Event(at, event, attempt, data)
         line = json.dumps(to_plain(record), ensure_ascii=False, separators=(",", ":")) + "\n"
-        handle = os.open(run.folder / "events.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        path = run.folder / "events.jsonl"
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(handle).st_size
             if size and os.pread(handle, 1, size - 1) != b"\n":
                 line = "\n" + line  # the cut line of a crashed launcher stays by itself
-            os.write(handle, line.encode())
+            content = line.encode()
+            if os.write(handle, content) != len(content):  # a disk that is nearly full takes a part, and says no more
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(handle)
         finally:
             os.close(handle)

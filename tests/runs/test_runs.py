@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,20 @@ def test_the_journal_survives_a_crash_in_the_middle_of_a_line(run: Run, tmp_path
         journal.write(b'{"at": 7.0, "event": "cancel')
     assert [e.event for e in store.load(run.name).events] == ["submitting", "submitted"]
     store.append(store.load(run.name), "cancelling", 1, 8.0)
+    assert [e.event for e in store.load(run.name).events] == ["submitting", "submitted", "cancelling"]
+
+
+def test_a_line_that_found_room_for_a_part_of_it_is_no_event(run: Run, tmp_path: Path) -> None:
+    store, limit = RunStore(tmp_path / "runs"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (run.folder / "events.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"No space left.*events\.jsonl"):
+            store.append(run, "cancelling", 1, 8.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [e.event for e in store.load(run.name).events] == ["submitting", "submitted"]
+    store.append(store.load(run.name), "cancelling", 1, 9.0)
     assert [e.event for e in store.load(run.name).events] == ["submitting", "submitted", "cancelling"]
 
 
