@@ -11,7 +11,7 @@ import json
 import os
 from math import prod
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from .errors import UsageError
 from .partition import Parameter
@@ -29,6 +29,7 @@ TAGS = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+FLOATS = {name: TAGS[name] for name in ("float64", "float32", "bfloat16", "float16")}
 TAG_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = "__metadata__"
@@ -135,14 +136,17 @@ def _refuse_overlap(found: Mapping[str, Stored]) -> None:
 
 
 class Misfit(NamedTuple):
-    """A name that is ``missing`` there, ``unexpected``, or of another ``shape`` than the model's."""
+    """A name that is ``missing`` there, ``unexpected``, of another ``shape``, or of no float ``dtype``."""
 
     kind: str
     name: str
     ours: Tuple[int, ...] = ()
     theirs: Tuple[int, ...] = ()
+    tag: str = ""
 
     def sentence(self) -> str:
+        if self.kind == "dtype":
+            return f"dtype       {self.name}: {self.tag} there, floating point in the model (quantized weights?)"
         if self.kind == "shape":
             return f"shape       {self.name}: {list(self.theirs)} there, {list(self.ours)} in the model"
         return f"{self.kind:<11} {self.name}"
@@ -155,14 +159,18 @@ def misfits(
     names; buffers (name → shape) may be missing."""
     missing = []
     shapes: Dict[str, Tuple[int, ...]] = {}  # in the model's order, which a reader knows
+    floats: Set[str] = set()
     for parameter in parameters:
         names = (parameter.name, *parameter.tied)
         shapes.update({name: parameter.shape for name in names})
+        floats.update(names if parameter.dtype in FLOATS else ())
         if not any(name in stored for name in names):
             missing.append(Misfit("missing", parameter.name))
     shapes.update(buffers)
     both = [name for name in shapes if name in stored]
     unlike = [Misfit("shape", n, shapes[n], stored[n].shape) for n in both if stored[n].shape != shapes[n]]
+    whole = [n for n in both if n in floats and stored[n].tag not in FLOATS.values()]
+    unlike += [Misfit("dtype", n, tag=stored[n].tag) for n in whole]
     return [*missing, *unlike, *(Misfit("unexpected", name) for name in sorted(stored) if name not in shapes)]
 
 

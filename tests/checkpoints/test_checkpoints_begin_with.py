@@ -17,9 +17,9 @@ from launcher.contract.partition import gpt_parameters
 from launcher.contract.weights import Tensor, lay_out
 
 
-def _write(folder: Path, hidden: int, *, most_bytes: int = 2000) -> None:
+def _write(folder: Path, hidden: int, *, most_bytes: int = 2000, tag: str = "F32") -> None:
     folder.mkdir(parents=True)
-    tensors = [Tensor(p.name, "F32", p.shape) for _, row in gpt_parameters(1, hidden, 8, 16) for p in row]
+    tensors = [Tensor(p.name, tag, p.shape) for _, row in gpt_parameters(1, hidden, 8, 16) for p in row]
     files, index = lay_out(tensors, most_bytes)
     for file in files:
         with open(folder / file.name, "wb") as out:
@@ -53,6 +53,9 @@ def test_weights_are_looked_at_on_every_node_before_the_job_queues(tmp_path: Pat
     sorted((tmp_path / "fits").glob("*.safetensors"))[0].unlink()
     with pytest.raises(UsageError, match=r"of model.safetensors.index.json is missing"):
         check(str(tmp_path / "fits"))
+    _write(tmp_path / "quantized", 8, tag="I32")
+    with pytest.raises(UsageError, match=r"dtype       embedding\.weight: I32 there, floating point in the model"):
+        check(str(tmp_path / "quantized"))
     _write(tmp_path / "lost", 8)
     with pytest.raises(UsageError, match="is not in the code that is shipped"):
         check("lost")
