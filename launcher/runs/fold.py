@@ -126,7 +126,8 @@ def _ended(run: Run, seen: Observation) -> tuple[State, str]:
     if seen.poll.word in _FROM_OUTSIDE:
         return "failed", _FROM_OUTSIDE[seen.poll.word]
     if kinds == {"cancelled"}:
-        return "cancelled", "asked to end, and not from here: another laptop's cancel, or a machine going down"
+        whose = "another laptop's cancel, a machine going down, or the end of its allocation"
+        return "cancelled", f"asked to end, and not from here: {whose}"
     if failures:
         first = min(failures, key=lambda f: f.at or 0.0)
         return "failed", first.message
