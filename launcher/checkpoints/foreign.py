@@ -150,12 +150,33 @@ def collected(home: Path) -> list[str]:
 
 def verify_foreign(home: Path, name: str) -> Report:
     """Reads a checkpoint that is at home whole, and holds every file against the digest that its node told."""
-    record = read_json(str(home / RECORD))
-    files = record[name]["files"] if isinstance(record, dict) else {}
+    files = _brought(home, name)
     wrong = _wrong(home, files)
     total = sum(int(row["bytes"]) for row in files.values())
     problems = tuple(f"{path} (from {files[path]['node']}) {why}" for path, why in wrong.items())
     return Report(folder=str(home / name), step=None, bytes=total, num_shards=len(files), problems=problems)
+
+
+def _brought(home: Path, name: str) -> Rows:
+    """What foreign.json tells of the files of ``name``."""
+    try:
+        files: dict[str, dict[str, Any]] = read_json(str(home / RECORD))[name]["files"]
+        if not is_kept(name):
+            raise ValueError(name)
+        for path, row in files.items():
+            if (
+                "digest" not in row
+                or not is_kept(path)
+                or type(row["bytes"]) is not int
+                or not isinstance(row["node"], str)
+            ):
+                raise ValueError(path)
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise VerificationFailed(
+            f"{home / RECORD} is damaged: what it tells of {name!r} cannot be read",
+            hint=f"zerun collect {home.name} writes it anew",
+        ) from problem
+    return files
 
 
 def _wrong(home: Path, files: Rows) -> dict[str, str]:

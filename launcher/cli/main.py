@@ -6,6 +6,7 @@ Only typer is imported here, so that ``zerun --help`` is there at once; each ver
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -103,6 +104,8 @@ def _stand_on_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as we run
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name whose bytes are no text is shown escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _number(code: object) -> int:

@@ -79,8 +79,16 @@ def test_a_fifo_in_the_place_of_any_file_is_told(run: Path, tmp_path: Path) -> N
     _fifo(tmp_path / "w/model.safetensors")
     with pytest.raises(UsageError, match="is no plain file"):
         read_weights(tmp_path / "w")
-    (run / "foreign.json").write_text(json.dumps({"c": {"files": {}}}))
-    assert verify_foreign(run, "c").ok
+    for damaged in (
+        [],
+        {"code/c": None},
+        {"code/c": {"files": []}},
+        {"code/c": {"files": {"../x": {}}}},
+        {"code/c": {"files": {"code/x": 5}}},
+    ):
+        (run / "foreign.json").write_text(json.dumps(damaged))
+        with pytest.raises(VerificationFailed, match=r"foreign\.json is damaged"):
+            verify_foreign(run, "code/c")
 
 
 @pytest.mark.parametrize(
