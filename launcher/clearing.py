@@ -53,6 +53,10 @@ def look(backend: Backend | None, run: Run, state: RunState, *, remote: bool, lo
         raise UsageError(f"{run.name} is {state.state}", hint=f"zerun cancel {run.name} first")
     size, files = tree_size(str(run.folder))
     heaps = [Heap("at home", str(run.folder), size, files)]
+    if local and backend is not None:  # what lies there lies here: asked all the same whether anything still runs
+        for place in backend.places():
+            folder = str(RunFolder.at(place.runs, run.name).root)
+            backend.call(place, "remove", {"run_dir": folder, "really": False})
     if local or backend is None or not remote:
         return Clearing(run, heaps, "" if local else state.cluster)
     for place in backend.places():

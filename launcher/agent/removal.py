@@ -12,6 +12,7 @@ from ..contract.holdings import attempt_numbers, names_in, read_json, tree_size
 from ..contract.plain import PlainError, from_plain
 from ..contract.pruning import remove_tree
 from ..contract.records import NodeRecord
+from . import processes
 from .tail_files import is_alive
 
 
@@ -27,6 +28,13 @@ def remove(request: Dict[str, Any]) -> Dict[str, Any]:
     alive = _living(folder)
     if alive:
         raise UsageError(f"the agent of {os.path.basename(folder)} on {', '.join(alive)} still lives")
+    left = _left_running(folder)
+    if left:
+        raise UsageError(
+            f"{os.path.basename(folder)} still has {len(left)} running here (their agent was killed): "
+            f"{', '.join(str(stat.pid) for stat in left[:8])}",
+            hint=f"zerun cancel {os.path.basename(folder)} ends them: without the run's files nothing could",
+        )
     size, files = tree_size(folder)
     if request.get("really"):
         # Renamed first: a removal that is cut leaves nothing that looks like a run.
@@ -56,6 +64,17 @@ def _living(folder: str) -> List[str]:
             if is_alive(read_json(os.path.join(nodes, name))["agent"], record.host):
                 found.append(record.node)
     return sorted(set(found))
+
+
+def _left_running(folder: str) -> List[processes.Stat]:
+    """What an agent that was killed could not end: it is found by the attempt's token, which goes with the files."""
+    found: List[processes.Stat] = []
+    for number in attempt_numbers(folder):
+        launch = read_json(os.path.join(folder, "attempts", str(number), "launch.json"))
+        token = launch.get("token") if isinstance(launch, dict) else None
+        if isinstance(token, str) and token:
+            found += processes.marked(token)
+    return found
 
 
 def _forget_secrets(folder: str) -> None:

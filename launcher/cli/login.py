@@ -10,6 +10,8 @@ import typer
 from ..contract.errors import UsageError
 from . import complete, options, show
 
+_LONGEST_S = 365 * 86400
+
 
 def login_verb(
     name: Annotated[
@@ -41,6 +43,8 @@ def login_verb(
         return
     try:
         keep_s = units.duration(keep)
+        if keep_s > _LONGEST_S:
+            raise ValueError("at most 365d, which ssh still takes")
     except ValueError as problem:
         raise UsageError(f"--keep {keep}: {problem}") from None
     for master, anew in app.login(name, keep_s):
