@@ -104,7 +104,10 @@ def _grave(said: Mapping[str, Any], cluster: Cluster, slots: int | None) -> list
         found.append(f"{said['python_problem']}\n`python:` names the ranks' Python; `setup:` makes it be found")
     elif said["missing"]:
         executable = said["executable"]
-        found.append(f"missing: {', '.join(said['missing'])}\n{executable} -m pip install {' '.join(said['missing'])}")
+        found.append(
+            f"missing: {', '.join(said['missing'])}\n{executable} -m pip install {' '.join(said['missing'])}\n"
+            "or another Python: `python:` names the ranks' Python; `setup:` makes it be found"
+        )
     if not said["writable"]:
         found.append("paths.runs can be neither written nor made")
     free = said["free_bytes"]
@@ -126,7 +129,8 @@ def _partition(cluster: Cluster, slurm: Callable[..., Result]) -> Finding:
     row = next((r for r in rows if name or r.get("Default") == "YES"), None)
     title = f"{_of_pool(cluster)}partition {name or (row or {}).get('PartitionName', '(default)')}"
     if done.returncode or row is None:
-        said = done.stderr.decode("utf-8", "replace").strip() or "Slurm has no default partition"
+        nothing = f"Slurm knows no partition {name!r}; sinfo names them" if name else "Slurm has no default partition"
+        said = done.stderr.decode("utf-8", "replace").strip() or nothing
         return Finding(title, ok=False, problems=(said,))
     facts = {
         "state": row.get("State"),

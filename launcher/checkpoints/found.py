@@ -18,6 +18,8 @@ from ..contract.holdings import checkpoints_here, said_shared
 from ..contract.lineage import left_behind, resumed_from, why_left
 
 HOME = "home"
+_MANY = 10
+"""More checkpoints than these are counted, not told one by one."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def choose(found: Sequence[Candidate], step: int | None = None) -> Candidate:
 
     UsageError when there is none, VerificationFailed when the one that was asked for is not whole.
     """
-    have = ", ".join(str(c.step) for c in found if c.whole) or "none"
+    have = _steps([c.step for c in found if c.whole])
     if step is not None:
         named = next((c for c in found if c.step == step), None)
         if named is None:
@@ -143,8 +145,9 @@ def choose(found: Sequence[Candidate], step: int | None = None) -> Candidate:
 
 
 def explain(found: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
-    """What was looked at, newest first, which was taken and why: a line each."""
-    lines = []
+    """What was looked at, newest first, which was taken and why: a line each; of many that were passed over, one."""
+    lines: list[str] = []
+    passed: list[Candidate] = []
     for candidate in sorted(found, key=lambda c: -c.step):
         if chosen is not None and candidate.step < chosen.step:
             if chosen.left and not candidate.left:
@@ -154,10 +157,22 @@ def explain(found: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
         if chosen is not None and candidate.step == chosen.step:
             lines.append(f"{candidate.sentence()}, taken")
         elif candidate.whole and chosen is not None and not (candidate.left and not chosen.left):
+            passed.append(candidate)
             lines.append(f"{candidate.sentence()}, but step {chosen.step} was asked for")
         else:
             lines.append(candidate.sentence())
-    return lines
+    if chosen is None or len(passed) <= _MANY:
+        return lines
+    told = f"{len(passed)} whole ones between step {passed[-1].step} and {passed[0].step}, but step {chosen.step} was"
+    single = {f"{c.sentence()}, but step {chosen.step} was asked for" for c in passed}
+    return [f"{told} asked for", *(line for line in lines if line not in single)]
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """Of many steps the newest, and how many more there are."""
+    newest = sorted(set(steps))[-_MANY:]
+    more = len(set(steps)) - len(newest)
+    return (f"{more} older ones, " if more else "") + ", ".join(map(str, newest)) if newest else "none"
 
 
 def local_steps(folder: Path) -> list[int]:

@@ -55,7 +55,10 @@ def clearing_lines(clearing: Clearing) -> list[str]:
         size = f"{show.num_bytes(heap.bytes)} in {show.count(heap.files, 'file')}"
         lines.append(f"{clearing.run.name}  {size}, {heap.where}: {heap.folder}")
     if clearing.only_there:
-        steps = ", ".join(map(str, clearing.only_there))
+        there = clearing.only_there
+        steps = ", ".join(map(str, there))
+        if len(there) > 10:
+            steps = f"{there[0]}, {there[1]}, … {there[-1]} ({len(there)} of them)"
         lines.append(f"  nowhere else whole: checkpoint{'s' if len(clearing.only_there) > 1 else ''} at step {steps}")
     if clearing.stays:
         lines.append(f"  what lies on {clearing.stays} stays (--remote removes it too)")

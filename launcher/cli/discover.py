@@ -44,4 +44,6 @@ def cluster_discover(
     write_atomically(out, text.encode())
     left = sum("# FILL IN " in line for line in text.splitlines())
     show.data(str(out))
-    show.note(f"{left} lines to fill in (grep 'FILL IN' {out}); then: zerun cluster check {out}")
+    show.note(
+        f"{left} line{'' if left == 1 else 's'} to fill in (grep 'FILL IN' {out}); then: zerun cluster check {out}"
+    )

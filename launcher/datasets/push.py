@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Notice = Callable[[str], None]
 
+_MAKE = "--from FOLDER says where the files are; zerun data prepare FILES --out FOLDER makes them of text"
+
 
 @dataclass(frozen=True)
 class Pushed:
@@ -104,7 +106,7 @@ def _here(local: Mapping[str, Path], told: Mapping[str, str | None], cluster: Cl
     for to, path in local.items():
         digest = told[to]
         if not path.is_file():
-            raise UsageError(f"{path} is not there; it would go to {to}", hint="--from FOLDER says where the files are")
+            raise UsageError(f"{path} is not there; it would go to {to}", hint=_MAKE)
         seen = file_here(path, digest.partition(":")[0] if digest else None)
         if digest is not None and seen.digest != digest:
             raise VerificationFailed(f"{path} is {seen.digest}; the description of {cluster.name} says {digest}")

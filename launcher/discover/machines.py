@@ -31,7 +31,9 @@ class _Likeness(NamedTuple):
 def nodes_lines(machines: Sequence[Machine]) -> list[str]:
     """``nodes:`` in one line where all are alike, else a list in which each tells its own."""
     answered = [(m.name, _likeness(m.said)) for m in machines if m.said is not None]
-    silent = [f"# {m.name} did not answer: {m.problem.splitlines()[0]}" for m in machines if m.said is None]
+    silent = [
+        to_fill(f"{m.name}, which did not answer: {m.problem.splitlines()[0]}") for m in machines if m.said is None
+    ]
     kinds = {kind for _, kind in answered}
     if len(kinds) == 1:
         kind = answered[0][1]

@@ -177,9 +177,23 @@ def _python_of(cluster: Cluster, login: Transport) -> list[str]:
     if done.returncode == 0:
         version = done.stdout.decode("utf-8", "replace").strip().splitlines()[-1]
         lines = [f"# {cluster.agent_python} on the login node is Python {version}"]
-        old = tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < (3, 9)
-        return [*lines, to_fill("agent_python: one of 3.9 or newer, on every node")] if old else lines
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < (3, 9):
+            lines.append(to_fill("agent_python: one of 3.9 or newer, on every node"))
+        return [*lines, *_torch_of(cluster, login)]
     return [to_fill(f"agent_python: a Python of 3.9 or newer on every node ({cluster.agent_python} is not there)")]
+
+
+def _torch_of(cluster: Cluster, login: Transport) -> list[str]:
+    """Where neither ``setup:`` nor ``python:`` says which Python has torch, and the one that is there has none."""
+    if cluster.setup or cluster.python != "python3":
+        return []
+    find = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
+    there = login.run([cluster.python, "-c", find]).returncode == 0
+    return [] if there else [to_fill("setup: and python: so that a Python with torch is found, on every node")]
+
+
+def _told(problem: ZerunError) -> str:
+    return f"{problem.message}; {problem.hint}" if problem.hint else problem.message
 
 
 def _of_machines(cluster: Cluster, connector: Connector, runtime: tuple[str, bytes]) -> list[str]:
@@ -192,7 +206,7 @@ def _of_machines(cluster: Cluster, connector: Connector, runtime: tuple[str, byt
 
     names = [entry.name for entry in cluster.node_list]
     looked = side_by_side(look, names, cluster.ssh.connections)
-    found = [machines.Machine(name, said, problem.message if problem else "") for name, said, problem in looked]
+    found = [machines.Machine(name, said, _told(problem) if problem else "") for name, said, problem in looked]
     if not any(machine.said is not None for machine in found):
         raise Unreachable("; ".join(machine.problem for machine in found))
     return [*machines.nodes_lines(found), *machines.python_lines(found)]

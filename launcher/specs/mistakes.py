@@ -36,6 +36,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     typed = word.lower().replace("-", "_")
     # Letters in another order first: two letters swapped in a short word are not close by difflib's measure.
     close = [name for name in folded if sorted(name) == sorted(typed)]
+    close = close or [name for name in folded if name.startswith(f"{typed}_")]  # slots: slots_per_node
     close = close or difflib.get_close_matches(typed, folded, n=1, cutoff=0.6)
     return f" (did you mean {folded[close[0]]!r}?)" if close else ""
 

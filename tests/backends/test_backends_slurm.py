@@ -288,6 +288,8 @@ def test_check_says_what_a_job_would_meet(slurm: Backend, testbed: Testbed, node
     login, partition, trial = slurm.check()
     assert not login.ok and "-m pip install torch" in "\n".join(login.problems)
     assert partition.ok and partition.facts["time_max"] == "01:00:00"
+    mistyped = cluster_of(testbed, "slurm", python=node_python, slurm={"partition": "trian"})
+    assert "knows no partition 'trian'" in backends.open(mistyped, runtime(), tmp_path).check()[1].problems[0]
     assert trial.ok and "to start at" in trial.facts["says"]
     good = cluster_of(testbed, "slurm", python=node_python, slurm={"partition": "closed", "account": "none"})
     backend = backends.open(good, runtime(), tmp_path)

@@ -13,6 +13,7 @@ from local_places import LocalBackend, Log, attempt_at, local_backend, own_proce
 from written import flip, write_checkpoint, write_run
 
 from launcher.checkpoints import candidates, choose, explain, local_steps, newest_whole, verify
+from launcher.checkpoints.found import Candidate
 from launcher.contract.errors import UsageError, VerificationFailed
 from launcher.contract.folder import RunFolder
 from launcher.contract.manifest import BLOCK_BYTES
@@ -204,3 +205,14 @@ def test_manifests_that_contradict_themselves_are_refused(tmp_path: Path) -> Non
         assert not report.ok and said in report.problems[0]
     (folder / "manifest.json").unlink()
     assert "no manifest" in verify(folder).problems[0]
+
+
+def test_many_that_were_passed_over_are_counted_and_not_listed() -> None:
+    found = [Candidate(step, True) for step in range(20, 2020, 20)]
+    assert explain(found, choose(found, 20)) == [
+        "99 whole ones between step 40 and 2000, but step 20 was asked for",
+        "step 20: whole, taken",
+    ]
+    with pytest.raises(UsageError) as told:
+        choose(found, 21)
+    assert told.value.hint == "whole ones: 90 older ones, " + ", ".join(str(s) for s in range(1820, 2020, 20))

@@ -454,3 +454,8 @@ def test_slots_that_no_machine_has_are_a_mistake(text: str) -> None:
     """Lists are made of slots: a plan with these would fill the memory before it could say anything."""
     (told,) = mistakes("cluster", text)
     assert "100000000 is out of range; accepted: from 1 to 65536" in told
+
+
+def test_the_beginning_of_a_key_is_taken_for_the_key() -> None:
+    with pytest.raises(DescriptionError, match=r"unknown key 'slots' \(did you mean 'slots_per_node'\?\)"):
+        parse_text("job", JOB + "slots: 2\n", "j.yaml")
