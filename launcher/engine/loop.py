@@ -106,7 +106,7 @@ class Trainer:
             trained_s=trained_s,
             parameters=self.policy.parameters(),
             state_bytes={k: memory[k] for k in ("parameters", "gradients", "optimizer")},
-            reason="stop signal" if stopped else "",
+            reason="it was asked to save and end: its time was nearly over, or somebody asked" if stopped else "",
         )
 
     @cached_property

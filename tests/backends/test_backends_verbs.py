@@ -115,6 +115,6 @@ def test_reasons_in_plain_words() -> None:
     assert why_queued("PENDING", "Priority") == "other jobs come first (Priority)"
     assert why_queued("PENDING", "QOSMaxJobsPerUserLimit").startswith("is above a limit of its qos")
     assert why_queued("PENDING", "ReqNodeNotAvail, UnavailableNodes:node[01-02]").startswith("a node that it needs")
-    assert "requeued" in why_queued("PENDING", "BeginTime")
+    assert "after a requeue (BeginTime)" in why_queued("PENDING", "BeginTime")
     assert why_queued("PENDING", "SomethingNew") == "SomethingNew"
     assert why_queued("CONFIGURING", "None") == "its nodes are being prepared"

@@ -66,8 +66,9 @@ def test_a_run_that_is_being_submitted_is_no_failed_one(laptop: Site) -> None:
     """Another shell that looks in the middle of a submit must not write down that it failed."""
     laptop.write("script.py", "import time\ntime.sleep(600)\n")
     laptop.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python="python3", more="env: {A: b}"))
-    laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--set", "cluster.setup=sleep 3")
-    submitting = laptop.start("submit", "jobs/p.yaml", "--cluster", "here", "--set", "cluster.setup=sleep 3")
+    slow = ("--set", "cluster.setup=sleep 3", "--set", "cluster.leases=false")  # both runs on the same slots
+    laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", *slow)
+    submitting = laptop.start("submit", "jobs/p.yaml", "--cluster", "here", *slow)
     states = set()
     while submitting.poll() is None:
         states |= {row["state"] for row in laptop.json("ls")}

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -135,16 +136,17 @@ def test_logins_that_sshd_sheds_are_tried_again(testbed: Testbed, tmp_path: Path
 def test_sockets_lie_in_a_folder_of_the_users_own_and_are_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    short = Path(tempfile.mkdtemp(prefix="z"))  # pytest's own folder is too deep for a socket
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     folder = socket_folder()
-    assert folder == tmp_path / "zerun" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder == short / "zerun" and stat.S_IMODE(folder.stat().st_mode) == 0o700
     deep = tmp_path / ("d" * 90)
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     monkeypatch.setenv("XDG_CACHE_HOME", str(deep))
     monkeypatch.setenv("TMPDIR", str(deep))
     assert len(os.fsencode(Master("h", SshTarget("h", config="/dev/null")).socket)) <= 104 - 18
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     folder.rmdir()
     folder.symlink_to(deep)
     with pytest.raises(Refused, match="not yours"):
