@@ -65,6 +65,7 @@ outputs: ["samples/**", "$ZERUN_RUN_DIR/out/*"]
 """
 
 
+@pytest.mark.full
 def test_a_programs_checkpoints_are_listed_brought_home_proven_and_handed_back(rack: Site, testbed: Any) -> None:
     rack.write("train.py", OWN)
     rack.write("jobs/own.yaml", JOB)
