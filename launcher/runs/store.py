@@ -231,7 +231,8 @@ class RunStore:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            raise UsageError(f"{given!r} means {len(matches)} runs: {', '.join(matches[-5:])}", hint="give more of it; `last` is the newest run of all")
+            told = f"{given!r} means {len(matches)} runs: {', '.join(matches[-5:])}"
+            raise UsageError(told, hint="give more of it; `last` is the newest run of all")
         raise UsageError(f"no run {given!r} in {self.root}", hint="zerun ls names the runs")
 
 
