@@ -179,7 +179,9 @@ class Tail:
         ends: Dict[int, int] = {}
         heap: List[Tuple[float, int, int]] = []
         for rank, source in self.sources.items():
-            if source.look():
+            # The last N lines of what is there: what comes while they are sent would be one more.
+            counted = not self.request.follow and self.request.last is not None
+            if not counted and source.look():
                 self._event("truncated", rank=rank)
             ends[rank] = source.size
             span = source.next(source.size)
