@@ -29,7 +29,7 @@ name: uni
 backend: slurm
 login: {{host: login}}
 ssh: {{config: {config}}}
-slurm: {{partition: tiny}}
+slurm: {{partition: train, extra: {{hold: null}}}}
 nodes: {{names: "node[01-{nodes:02d}]", slots: 2, cpus_per_slot: 1, memory_per_slot: 1GiB}}
 paths: {{runs: ~/zerun}}
 python: {python}

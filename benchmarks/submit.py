@@ -2,7 +2,7 @@
 
 From the start of the process until it ended, which it does once Slurm gave a job number: description, plan, code
 bundle, connection, blobs, ``sbatch``. "First": nothing of ours is on the cluster yet. "Again": runtime and code are
-there. The job asks for more nodes than its partition may give, so that it stays queued and nothing of it runs
+there. The job is held (`sbatch --hold`), so that it stays queued and nothing of it runs
 meanwhile; that Slurm has it, by its name and pending, is looked up after every round.
 """
 
