@@ -12,12 +12,11 @@ from ..contract.errors import (
     UsageError,
 )
 from ..runs import RunState
+from .project import Project
 
 if TYPE_CHECKING:
     from ..checkpoints import Candidate, Collected, Report
     from ..clearing import Clearing
-
-from .project import Project
 
 
 class Ends(Project):

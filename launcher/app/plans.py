@@ -16,11 +16,10 @@ from ..contract.errors import (
     DoesNotFit,
     UsageError,
 )
+from .project import Project
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
-
-from .project import Project
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from ..contract.errors import (
     Unreachable,
     UsageError,
 )
+from .project import Notice, Project
 
 if TYPE_CHECKING:
     from ..backends.protocol import Finding
     from ..datasets import Pushed
     from ..specs.models import Cluster
     from ..transports.master import Master
-
-from .project import Notice, Project
 
 
 class Sites(Project):

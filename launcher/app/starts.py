@@ -13,19 +13,16 @@ from ..attempts import Source, keep_code, made_of, one_folder, take_attempt
 from ..beforehand import Again, ask_first
 from ..bundles import Bundle, runtime_bundle
 from ..choice import tag_names
-from ..contract.errors import (
-    Unreachable,
-    UsageError,
-)
+from ..contract.errors import Unreachable, UsageError
 from ..contract.plain import to_plain
 from ..runs import RunState
+from .plans import refuse_what_cannot_fit
+from .project import Notice, Project
 
 if TYPE_CHECKING:
     from ..backends.protocol import Handle
     from ..starting import Waiting
 
-from .plans import refuse_what_cannot_fit
-from .project import Notice, Project
 
 _BY_ITSELF = "the program begins again, or goes on from what it kept itself ($ZERUN_ATTEMPT is above 1)"
 

@@ -13,6 +13,7 @@ from ..contract.errors import (
     ZerunError,
 )
 from ..runs import Run, RunState
+from .project import Notice, Project
 
 if TYPE_CHECKING:
     from ..elsewhere import OnCluster
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from ..logs.merge import LogLine
     from ..logs.select import Selection
     from ..measured import Beside
-
-from .project import Notice, Project
 
 
 class Watches(Project):

@@ -180,13 +180,12 @@ class SlurmBackend:
         job = str(handle.data["job"])
         if inside.is_inside(handle):
             inside.cancel(handle, self._slurm, lambda: not self._lives(handle))
+            self._forget_secrets(handle, run)
             return
         done = self._slurm("scancel", job)
         if done.returncode and b"Invalid job id" not in done.stderr and b"already complet" not in done.stderr.lower():
             raise Unreachable(f"{self._login.name}: scancel {job}: {words(done.stderr)}")
-        # A job that never started has no agent to delete them. An adopted one does not say where they are.
-        secrets = handle.data.get("secrets_file") or f"{self._caller.ready(self._login)}/.secrets/{run}.json"
-        self._login.run(["rm", "-f", "--", str(secrets)])
+        self._forget_secrets(handle, run)
         end, pause = time.monotonic() + _GONE_S, 0.2
         while True:
             poll = self.poll([handle])[0]
@@ -199,6 +198,11 @@ class SlurmBackend:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 2.0)
+
+    def _forget_secrets(self, handle: Handle, run: str) -> None:
+        """A job that never started has no agent to delete them. An adopted one does not say where they are."""
+        secrets = handle.data.get("secrets_file") or f"{self._caller.ready(self._login)}/.secrets/{run}.json"
+        self._login.run(["rm", "-f", "--", str(secrets)])
 
     def execute(self, handle: Handle, node: str, request: Mapping[str, Any]) -> Stream:
         """A step that shares everything with the job's own."""

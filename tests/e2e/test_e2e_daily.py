@@ -111,7 +111,7 @@ def test_a_job_runs_inside_an_allocation_and_leaves_it_standing(slurm: Site, tes
         assert re.search(line, told), (line, told, words)
     assert "the job wants 3 nodes" in words
     outside = slurm.zerun("submit", "jobs/p.yaml", "-c", "uni", "--here", code=2)
-    assert "the allocation of" in outside.stderr or "--here" in outside.stderr
+    assert "--here: cluster uni is not the one whose allocation this shell is in" in outside.stderr
 
 
 def ask(site: Site, answer: str, *argv: str) -> int:
