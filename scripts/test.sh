@@ -44,5 +44,5 @@ if ! .venv/bin/python -c 'from importlib.metadata import version; list(map(versi
     .venv/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[hf,frameworks]' >&2
 fi
 scripts/lint.sh
-# Two processes: the real-cluster tests mostly wait, so one of them takes those and the other computes.
+# Two processes: the real-cluster tests mostly wait. Each process raises a cluster of its own for them.
 .venv/bin/python -m pytest -n 2 --dist loadgroup "${marks[@]}" "$@"

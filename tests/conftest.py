@@ -47,12 +47,10 @@ _FIXTURES = {"testbed", "testbed_bare"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever uses the cluster carries the mark; on one process they run last."""
+    """Whatever uses the cluster carries the mark and runs last. Each process raises a cluster of its own."""
     for item in items:
         if _FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.testbed)
-        if item.get_closest_marker("testbed"):  # one process raises the cluster; the others do the rest meanwhile
-            item.add_marker(pytest.mark.xdist_group("testbed"))
     items.sort(key=lambda item: item.get_closest_marker("testbed") is not None)
 
 

@@ -170,7 +170,8 @@ def standing(
         up = subprocess.run(arguments, env=environment, capture_output=True, timeout=600, check=False)
         if up.returncode:
             logs = "".join(f"--- {p.name}\n{p.read_text(errors='replace')[-2000:]}" for p in state.glob("log/*"))
-            raise AssertionError(f"the cluster did not stand: {up.stderr.decode(errors='replace')}\n{logs}")
+            said = up.stderr.decode(errors="replace")
+            raise AssertionError(f"the cluster did not stand (exit {up.returncode}): {said}\n{logs}")
         names = tuple(f"node{i:02d}" for i in range(1, nodes + 1))
         yield Testbed(state=state, environment=environment, nodes=names, accounting=accounting)
     finally:
