@@ -17,9 +17,9 @@ from .description import Description
 from .device_model import Device
 from .environment import Env
 from .mistakes import Mistake, wrong
-from .pool_model import SLURM_KEYS, Pools, pool_mistakes
+from .pool_model import Pools, pool_mistakes
 from .setup_text import Setup
-from .slurm_model import Login, Slurm, Via
+from .slurm_model import SLURM_KEYS, Login, Slurm, Via
 from .values import LIST, Bytes, Count, Flag, Line, PortRange, Rate, Slots, Whole, Word, choice
 
 LOCAL_NAME = "localhost"

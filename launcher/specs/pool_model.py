@@ -7,34 +7,24 @@ A job names one (``pool: a100``). What a pool leaves out comes from the pool tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
 from ..contract.folder import is_safe_name
 from . import values
-from .description import Description
 from .device_model import Device
 from .mistakes import Mistake, did_you_mean, wrong
-from .slurm_model import Slurm
-from .values import FREEZE, MAPPING, Bytes, Count, Flag, Slots, Word, choice
+from .slurm_model import SLURM_KEYS, Slurm, SlurmOptions
+from .values import FREEZE, MAPPING, Bytes, Count, Flag, Slots, Word
 
-SLURM_KEYS = ("partition", "account", "qos", "constraint", "reservation", "exclusive", "gpus_by", "gpu_type")
 NODE_KEYS = ("slots", "cpus_per_slot", "memory_per_slot", "time_max")
 
 
-class Pool(Description):
+class Pool(SlurmOptions):
     """Left out: what the pool that it is ``like`` says, then what ``slurm`` says."""
 
     like: Word | None = None
-    partition: Word | None = None
-    account: Word | None = None
-    qos: Word | None = None
-    constraint: Word | None = None
-    reservation: Word | None = None
-    exclusive: Flag = False
-    gpus_by: Annotated[Literal["gres", "gpus-per-node", "none"], choice("gres", "gpus-per-node", "none")] = "none"
-    gpu_type: Word | None = None
     nodes: values.NodeList | None = None
     slots: Slots | None = None
     cpus_per_slot: Count | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..contract.errors import UsageError
 from .models import Cluster, Nodes
-from .pool_model import NODE_KEYS, SLURM_KEYS, Pool, filled, unknown_pool
+from .pool_model import NODE_KEYS, Pool, filled, unknown_pool
+from .slurm_model import SLURM_KEYS
 from .values import freeze
 
 

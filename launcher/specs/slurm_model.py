@@ -92,7 +92,9 @@ def _extra_mistake(name: str, value: Any) -> Mistake | None:
     return None
 
 
-class Slurm(Description):
+class SlurmOptions(Description):
+    """What a submission asks Slurm for: of a cluster under ``slurm``, of each pool where there are pools."""
+
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
@@ -101,6 +103,12 @@ class Slurm(Description):
     exclusive: Flag = False
     gpus_by: Annotated[Literal["gres", "gpus-per-node", "none"], choice("gres", "gpus-per-node", "none")] = "none"
     gpu_type: Word | None = None
+
+
+SLURM_KEYS = tuple(SlurmOptions.model_fields)
+
+
+class Slurm(SlurmOptions):
     extra: Annotated[dict[str, str | None], BeforeValidator(_extra), FREEZE] = Field(
         default_factory=lambda: values.freeze({}),
         description="any other sbatch option; null: one without a value",
