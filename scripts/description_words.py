@@ -34,6 +34,7 @@ _PROGRAM_VARIABLES = """| variable | |
 | `ZERUN_ATTEMPT` | 1, and one more with each resume |
 | `ZERUN_RESUME_FROM` | at a resume, the checkpoint to go on from: one that `ZeroEngine.save` wrote to `$ZERUN_RUN_DIR/checkpoints`, or one of `checkpoint: {foreign: …}` |
 | `ZERUN_STOP_FILE` | a file that is there once the script ought to save and end |
+| `ZERUN_DATA_TRAIN` `ZERUN_DATA_HELDOUT` | the files of `data` on this node, the copies where `stage_to` made some; of several `datasets` each with its name, as `ZERUN_DATA_PILE_TRAIN` |
 | `ZERUN_NODE` | the node's name in the description |"""
 
 SECTIONS: dict[str, tuple[str, str]] = {
@@ -53,7 +54,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "Code": ("`code`", "What is shipped: the job file's git root, with uncommitted and untracked-but-not-ignored files; outside git the job file's own folder."),
     "GptModel": ("`model`: the reference GPT", "Pre-norm, learned positions, tied embedding."),
     "FactoryModel": ("`model`: your own", "`factory(**options) -> nn.Module`, called on the meta device. A batch of token files is `(inputs, targets)`, each\n(micro, seq_len), targets one token further; of a data factory, its samples stacked by torch's `default_collate`."),
-    "Data": ("`data`", "Exactly one of `text`, `tokens`, `dataset` and `factory`."),
+    "Data": ("`data`", "Exactly one of `text`, `tokens`, `dataset`, `datasets` and `factory`; of a `program`, which may have none, not `text` and `factory`."),
     "Zero": ("`zero`", "The engine's page tells what each comes to: [zero.md](zero.md)."),
     "Units": ("`zero.unit`, as a mapping", "Exactly one key. What no rule names stays gathered from forward to backward, and so do tied weights."),
     "Parallel": ("`parallel`", ""),
@@ -203,7 +204,8 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Data.tokens": ("path", "a token file of `zerun data prepare`; relative: in the shipped code, from its root; absolute: on the cluster"),
     "Data.heldout": ("path", "the same, for held-out loss; goes with `tokens`"),
     "Data.dataset": ("a name", "of the cluster's `datasets`, instead of `tokens` and `heldout`"),
-    "Data.stage_to": ("`node_local`", "token files are copied to `paths.node_local`, once a node, proven, before the ranks start; equal data are not copied twice"),
+    "Data.datasets": ("a list of names", "several of the cluster's `datasets`, for a `program`"),
+    "Data.stage_to": ("`node_local`", "the files are copied to `paths.node_local`, once a node, proven, before the ranks start; equal data are not copied twice"),
     "Data.factory": ("`module:function`", "`data(split, start_sample, **options) -> iterator` of single samples of all ranks together, from `start_sample` on; `split` is `train` or `heldout`; one with `state_dict()` and `load_state_dict()` has its state saved and restored"),
     "Data.options": ("mapping", "the factory's keyword arguments; of token files for a model of your own: `seq_len`, `vocab`"),
     "Zero.stage": ("`0` `1` `2` `3`", "0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"),
@@ -215,6 +217,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Zero.prefetch": ("0 to 64", "units that stage 3 gathers ahead of their use"),
     "Zero.replicas": ("1 or more, `nodes`", "partition inside each of so many groups of neighbouring ranks, and copy across them; `nodes`: a group a node"),
     "Zero.reduce_with": ("`ordered` `native`", "how gradients are summed: rank by rank, or at stage 0 by the library's own all-reduce"),
+    "Zero.overlap_gather": ("`true` `false`", "stages 1 and 2: updated parameters arrive while the next forward runs, which is faster; whoever reads them by hand between a step and a forward must ask the engine first. Left out: where the model's class says `zero_read_by_forward = True`, as the GPT does"),
     "Units.class": ("a class name, or a list", "modules of these classes, the outermost ones"),
     "Units.names": ("a pattern, or a list", "modules whose names match (`layers.*.mlp`), the outermost ones"),
     "Units.size": ("bytes", "neighbouring modules up to so many bytes of parameters; larger blocks are divided"),

@@ -7,6 +7,7 @@ tree, its network and its shared memory, which NCCL and gloo need between the ra
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from ..contract.container import RUNTIMES, Container, Mount
 from ..contract.errors import UsageError
 from ..contract.launch import LaunchSpec
 from . import processes
+from .environment import STAGED
 
 # What describes the machine outside, not the job: inside, the image has its own.
 _OUTSIDE = frozenset(
@@ -33,7 +35,7 @@ def argv_in(spec: LaunchSpec, own: Mapping[str, str], folder: str, argv: Sequenc
     stand on no command line. Call only with ``spec.container``."""
     box = spec.container
     assert box is not None
-    mounts = mounts_of(spec, box)
+    mounts = mounts_of(spec, box, own)
     gpu = spec.device_kind == "gpu"
     if box.runtime == "apptainer":
         return _apptainer(box, mounts, gpu, folder, argv)
@@ -42,17 +44,26 @@ def argv_in(spec: LaunchSpec, own: Mapping[str, str], folder: str, argv: Sequenc
     return _engine(box, mounts, gpu, spec, own, folder, argv)
 
 
-def mounts_of(spec: LaunchSpec, box: Container) -> List[Mount]:
-    """What was asked for, and what every rank needs: the runs' folder, its data (to be read), a node's own disk."""
+def mounts_of(spec: LaunchSpec, box: Container, own: Mapping[str, str]) -> List[Mount]:
+    """What was asked for, and what every rank needs: the runs' folder, its data (to be read), a node's own disk, and
+    what was copied to it (``$SLURM_TMPDIR`` is known here alone)."""
     runs = os.path.dirname(spec.run_dir)
     found = [*box.mounts, Mount(runs, runs)]
-    if spec.train is not None:
-        data = spec.train.data
-        folders = [os.path.dirname(path) for path in (data.tokens, data.heldout) if path and path.startswith("/")]
-        found += [Mount(folder, folder, read_only=True) for folder in folders]
+    found += [Mount(folder, folder, read_only=True) for folder in _data_folders(spec)]
     if spec.node_local and spec.node_local.startswith("/"):
         found.append(Mount(spec.node_local, spec.node_local))
+    staged = json.loads(own.get(STAGED) or "{}") if spec.stage else {}
+    found += [Mount(folder, folder, read_only=True) for folder in sorted({os.path.dirname(p) for p in staged.values()})]
     return _without_repeats(found)
+
+
+def _data_folders(spec: LaunchSpec) -> List[str]:
+    paths: List[Optional[str]] = []
+    if spec.train is not None:
+        paths += [spec.train.data.tokens, spec.train.data.heldout]
+    if spec.program is not None:
+        paths += spec.program.data.values()
+    return [os.path.dirname(path) for path in paths if path and path.startswith("/")]
 
 
 def _without_repeats(mounts: Iterable[Mount]) -> List[Mount]:

@@ -21,6 +21,9 @@ from ..contract.topology import Topology
 
 Environment = Dict[str, str]
 
+STAGED = "ZERUN_STAGED"
+"""Data on the node's own disk, as JSON: path as the launch specification has it → copy."""
+
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _ROOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _KEPT_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PMI2_", "CUDA_MPS_")
@@ -187,9 +190,19 @@ def of_rank(base: Mapping[str, str], spec: LaunchSpec, seat: Seat) -> Environmen
         # Every rank sees all devices of the job on its node, and LOCAL_RANK counts them, as under torchrun.
         result["CUDA_VISIBLE_DEVICES"] = ",".join(str(d) for d in devices)
         result.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's numbers, not CUDA's "fastest first"
+    result.update(_data_of_program(spec, base))
     result.update(_owned(spec, seat))
     result.pop("ZERUN_LISTEN_FD", None)
     return result
+
+
+def _data_of_program(spec: LaunchSpec, base: Mapping[str, str]) -> Environment:
+    """Where a program finds its data on this node: the staged copy where there is one, always an absolute path."""
+    if spec.program is None:
+        return {}
+    staged = json.loads(base.get(STAGED) or "{}") if spec.stage else {}
+    code = str(RunFolder(PurePosixPath(spec.run_dir)).code)
+    return {name: os.path.join(code, staged.get(path, path)) for name, path in spec.program.data.items()}
 
 
 def _owned(spec: LaunchSpec, seat: Seat) -> Environment:

@@ -25,7 +25,6 @@ from .expand import expand_path
 from .space import free_bytes
 
 FOLDER = "zerun-data"
-VARIABLE = "ZERUN_STAGED"
 _SPARE_BYTES = 64 << 20
 Say = Callable[[str], object]
 
@@ -54,7 +53,7 @@ def stage(spec: LaunchSpec, base: Mapping[str, str], code: str, say: Say) -> Dic
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpace(f"no space for the data in {folder}: {problem.strerror}") from problem
         raise ZerunError(f"the data could not be staged to {folder}: {problem}") from problem
-    return {VARIABLE: json.dumps(targets)}
+    return {environment.STAGED: json.dumps(targets)}
 
 
 def _node_local(spec: LaunchSpec, base: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The token files of a job, as they were looked at before it was submitted."""
+"""The files of a job's data, as they were looked at before it was submitted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataFile:
-    """``role``: tokens · heldout. ``path`` as the train config has it: absolute on the cluster, or inside the code.
+    """``role``: tokens · heldout; of several data sets pile.tokens · pile.heldout. ``path`` as the launch specification
+    has it: absolute on the cluster, or inside the code.
 
     ``digest`` names its algorithm: ``xxh3:…`` (128 bits), or ``sha256:…`` where the nodes' Python has no xxhash.
     """

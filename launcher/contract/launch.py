@@ -28,9 +28,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Program:
-    """A user's own script, started once a slot with torchrun's variables."""
+    """A user's own script, started once a slot with torchrun's variables. ``data``: the variable by which it finds a
+    file of the job's data → its path, absolute on the cluster or inside the code."""
 
     argv: Tuple[str, ...]
+    data: Dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

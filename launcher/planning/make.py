@@ -15,6 +15,7 @@ from ..specs.models import Checkpoint, Cluster, Data, FactoryModel, GptModel, Jo
 from . import batch as batches
 from . import options, shapes, unlike, verdict
 from .communication import bounds, step_traffic
+from .data_files import wanted_files
 from .devices import check_precision, device_bytes, not_built
 from .disk import disk_of
 from .lost_disk import disk_remarks
@@ -87,7 +88,7 @@ def draft_plan(
         nodes=chosen,
         topology=topology,
         train=config,
-        program=Program(job.program.argv) if job.program is not None else None,
+        program=_program(job, cluster),
         state=state,
         time_s=job.time,
         global_batch=config.batch.global_batch(topology.data_parallel) if config else None,
@@ -97,6 +98,12 @@ def draft_plan(
         remarks=told,
     )
     return _with_step(plan, job, cluster)
+
+
+def _program(job: Job, cluster: Cluster) -> Program | None:
+    if job.program is None:
+        return None
+    return Program(job.program.argv, {file.variable: file.path for file in wanted_files(job.data, cluster)})
 
 
 def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
@@ -290,10 +297,8 @@ def _groups(job: Job) -> tuple[train.ParameterGroup, ...]:
 
 def _data(data: Data, cluster: Cluster) -> train.Data:
     if data.dataset is not None:
-        found = cluster.datasets.get(data.dataset)
-        if found is None:  # the descriptions' own check says it first, with its place
-            raise UsageError(f"cluster {cluster.name} has no dataset {data.dataset!r}")
-        return train.Data(None, found.train, found.heldout, None, dict(data.options))
+        paths = {file.role: file.path for file in wanted_files(data, cluster)}
+        return train.Data(None, paths["tokens"], paths.get("heldout"), None, dict(data.options))
     return train.Data(data.text, data.tokens, data.heldout, data.factory, dict(data.options))
 
 

@@ -61,6 +61,11 @@ def _named(datasets: dict[str, Dataset]) -> dict[str, Dataset]:
 Datasets = Annotated[dict[str, Dataset], MAPPING, AfterValidator(_named), FREEZE]
 
 
+def variable_part(name: str) -> str:
+    """The part of a variable's name that stands for a data set: ``pile-v2`` is ``PILE_V2``."""
+    return re.sub(r"[^A-Z0-9]", "_", name.upper())
+
+
 def unknown_dataset(name: str, datasets: Mapping[str, Dataset]) -> str:
     known = f"known: {', '.join(datasets)}" if datasets else "it has none (datasets: in its description)"
     return f"no dataset is called {name!r}{did_you_mean(name, datasets)}; {known}"

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from . import values
 from .checkpoint_model import Checkpoint, Pattern
 from .cluster_model import Name
-from .data_model import Data
+from .data_model import Data, not_of_a_program
 from .description import Description
 from .device_model import PRECISIONS
 from .environment import Env, Secrets
@@ -127,7 +127,8 @@ def _recompute(value: Any) -> str | tuple[int, ...]:
 
 
 class Job(Description):
-    """Either ``program``, or the engine's keys: ``model``, ``data``, ``zero``, ``optimizer``, ``batch``, ``steps``."""
+    """Either ``program`` (``data`` may stand beside it), or the engine's keys: ``model``, ``data``, ``zero``,
+    ``optimizer``, ``batch``, ``steps``."""
 
     name: Name
     pool: Word | None = None
@@ -162,13 +163,15 @@ class Job(Description):
         """The engine's keys, where a program takes its place."""
         if self.program is None:
             return frozenset()
-        return frozenset(_ENGINE_ONLY) - ({"checkpoint"} if self.checkpoint.foreign is not None else set())
+        said = {"checkpoint": self.checkpoint.foreign, "data": self.data}
+        return frozenset(_ENGINE_ONLY) - {key for key, value in said.items() if value is not None}
 
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:
         if "program" in given:
+            yield from not_of_a_program(given.get("data"))
             for key in _ENGINE_ONLY:
-                if key in given:
+                if key in given and key != "data":
                     yield from _not_with_program(key, given[key])
         elif lacking := [key for key in _ENGINE_KEYS if key not in given]:
             if len(lacking) == len(_ENGINE_KEYS):
@@ -230,6 +233,8 @@ def _training_mistakes(given: Mapping[str, Any]) -> Iterator[Mistake]:
         yield Mistake(
             ("parallel", "split"), "split goes with a model of your own; the reference model knows its cuts", True
         )
+    if given.get("program") is None and part("data").get("datasets"):
+        yield Mistake(("data", "datasets"), "datasets go with program; a model reads one: dataset", at_key=True)
     yield from group_mistakes(part("optimizer"), part("model"), given.get("groups"))
     if given.get("program") is None and part("checkpoint").get("foreign") is not None:
         yield Mistake(("checkpoint", "foreign"), "foreign goes with program: the engine saves its own", at_key=True)

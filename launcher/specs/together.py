@@ -71,6 +71,10 @@ def _data_mistakes(job: Job, cluster: Cluster) -> Iterator[Mistake]:
         return
     if data.stage_to is not None and cluster.paths.node_local is None:
         yield Mistake(("data", "stage_to"), f"cluster {cluster.name} has no paths.node_local to stage to")
+    for at, name in enumerate(data.datasets):
+        if name not in cluster.datasets:
+            unknown = unknown_dataset(name, cluster.datasets)
+            yield Mistake(("data", "datasets", at), f"cluster {cluster.name}: {unknown}")
     if data.dataset is None:
         return
     found = cluster.datasets.get(data.dataset)

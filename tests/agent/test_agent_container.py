@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 import pytest
 
 from launcher.agent.container import argv_in, image, mounts_of
+from launcher.agent.environment import STAGED
 from launcher.contract.container import Container, Mount
+from launcher.contract.data_files import DataFile
 from launcher.contract.launch import LaunchSpec, Node, Program
 
 OWN = {
@@ -80,9 +83,20 @@ def test_values_stand_on_no_command_line_and_the_jobs_own_path_goes_in() -> None
 def test_a_folder_within_a_mounted_one_is_mounted_once() -> None:
     one = spec("docker", "i", run_dir="/lustre/img/runs/r", node_local="/lustre/runs/local")
     asked = Container("docker", "i", (Mount("/lustre", "/lustre"), Mount("/data", "/lustre/img")))
-    found = mounts_of(one, asked)
+    found = mounts_of(one, asked, {})
     # /lustre/img is another folder inside, so what lies below it out here has to be mounted by itself.
     assert found == [*asked.mounts, Mount("/lustre/img/runs", "/lustre/img/runs")]
+
+
+def test_a_programs_data_and_their_copies_on_the_nodes_own_disk_are_there_inside() -> None:
+    file = DataFile("tokens", "/data/pile/train.bin", 6, "xxh3:" + 32 * "0")
+    program = Program(("x",), {"ZERUN_DATA_TRAIN": file.path})
+    one = spec("docker", "i", run_dir="/scratch/runs/r", node_local="$TMP", program=program, stage=(file,))
+    told = {STAGED: json.dumps({file.path: "/local/7/zerun-data/0-train.bin"})}
+    found = mounts_of(one, Container("docker", "i"), told)
+    assert [(m.source, m.read_only) for m in found] == [
+        ("/scratch/runs", False), ("/data/pile", True), ("/local/7/zerun-data", True)
+    ]  # fmt: skip
 
 
 def test_an_image_that_is_not_there(tmp_path: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.agent import staging
+from launcher.agent import environment, staging
 from launcher.agent.claim import claim
 from launcher.agent.digest import of_file
 from launcher.bundles import runtime_bundle
@@ -89,7 +89,7 @@ def test_staging_proves_what_it_copied(runtime: Path, tmp_path: Path) -> None:
     base = {"PATH": os.environ["PATH"], "JOB_DISK": str(tmp_path / "disk")}
     launch = spec(tmp_path / "r", runtime, stage=(file,), node_local="$JOB_DISK")
     said: list[str] = []
-    told = json.loads(staging.stage(launch, base, str(tmp_path), said.append)[staging.VARIABLE])
+    told = json.loads(staging.stage(launch, base, str(tmp_path), said.append)[environment.STAGED])
     copy = Path(told[str(source)])
     assert copy.parent == tmp_path / "disk" / "zerun-data" and copy.read_bytes() == source.read_bytes()
     before = copy.stat().st_ino

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_site import GPT, Site
+from e2e_site import GPT, PROGRAM, Site
 
 
 def dataset_job(name: str, data: str, *, nodes: int = 1, steps: int = 2) -> str:
@@ -61,6 +61,52 @@ def test_data_are_checked_before_the_queue_recorded_and_staged(laptop: Site, tmp
     setup = laptop.run_folder(run) / "attempts" / "2" / "logs" / "setup-localhost.log"
     assert f"{lustre}/train.bin is at {copy} already" in setup.read_text()
     assert f"{lustre}/heldout.bin copied to" in setup.read_text()
+
+
+FINDS = """\
+import json, os, pathlib
+
+told = {name: value for name, value in os.environ.items() if name.startswith("ZERUN_DATA")}
+print(json.dumps({name: [path, len(pathlib.Path(path).read_bytes())] for name, path in sorted(told.items())}))
+"""
+
+
+def test_a_programs_data_are_checked_staged_and_told_by_name(laptop: Site, tmp_path: Path) -> None:
+    lustre, local = tmp_path / "lustre", tmp_path / "disk"
+    cluster = laptop.folder / "clusters" / "here.yaml"
+    sets = ", ".join(f"{name}: {{train: {lustre}/{name}/train.bin}}" for name in ("pile", "c4-en"))
+    cluster.write_text(cluster.read_text() + f"paths: {{node_local: {local}}}\ndatasets: {{{sets}}}\n")
+    laptop.write("finds.py", FINDS)
+    laptop.write("own/held.bin", "abc")
+    job = PROGRAM.format(name="p", nodes=1, time="5:00", python="python", more="data: {data}").replace(
+        "script.py", "finds.py"
+    )
+    submit = ("submit", "jobs/p.yaml", "--cluster", "here")
+    laptop.write("jobs/p.yaml", job.replace("{data}", "{datasets: [pile, c4], stage_to: node_local}"))
+    assert "jobs/p.yaml" in (told := laptop.zerun(*submit, code=2).stderr) and "no dataset is called 'c4'" in told
+    laptop.write("jobs/p.yaml", job.replace("{data}", "{datasets: [pile, c4-en], stage_to: node_local}"))
+    write_tokens(lustre / "pile")
+    told = laptop.zerun(*submit, code=2).stderr
+    assert f"data.c4-en.tokens: {lustre}/c4-en/train.bin is not there" in told
+    assert "zerun data push c4-en --cluster here copies it there" in told
+    write_tokens(lustre / "c4-en", seed=2)
+    run = laptop.zerun(*submit, "--follow").stdout.strip()
+
+    def seen() -> Any:
+        line = laptop.zerun("logs", run, "--rank", "0").stdout.splitlines()[-1]
+        return json.loads(line[line.index("{") :])
+
+    recorded = json.loads((laptop.run_folder(run) / "run.json").read_text())["data"]
+    assert [r["role"] for r in recorded] == ["pile.tokens", "c4-en.tokens"]
+    copies = [f"{local}/zerun-data/{r['digest'].partition(':')[2][:32]}-train.bin" for r in recorded]
+    assert seen() == {"ZERUN_DATA_C4_EN_TRAIN": [copies[1], 40_000], "ZERUN_DATA_PILE_TRAIN": [copies[0], 40_000]}
+    write_tokens(lustre / "pile", seed=3)
+    assert "is not the file that the run began with" in laptop.zerun("resume", run, "--set", "time=6:00", code=2).stderr
+    # Not staged: where they are; of the code, where that was unpacked.
+    laptop.write("jobs/p.yaml", job.replace("{data}", f"{{tokens: {lustre}/pile/train.bin, heldout: own/held.bin}}"))
+    run = laptop.zerun(*submit, "--follow").stdout.strip()
+    held = [str(laptop.run_folder(run) / "code" / "own" / "held.bin"), 3]
+    assert seen() == {"ZERUN_DATA_HELDOUT": held, "ZERUN_DATA_TRAIN": [f"{lustre}/pile/train.bin", 40_000]}
 
 
 @pytest.mark.full

@@ -117,7 +117,7 @@ gpt.yaml:4:7: '-a' begins with '-' and would be read as an option
 gpt.yaml:5:31: unknown key 'hiden' (did you mean 'hidden'?); accepted: kind, layers, hidden, heads, seq_len, vocab, dropout, weights
 gpt.yaml:5:61: hidden 512 cannot be divided among 7 heads; accepted near it: 2, 4, 8
 gpt.yaml:5:73: a whole number was expected, not '1e3'
-gpt.yaml:6:7: data takes exactly one of text, tokens, dataset, factory, not text and tokens
+gpt.yaml:6:7: data takes exactly one of text, tokens, dataset, datasets, factory, not text and tokens
 gpt.yaml:6:37: '../x' leaves the shipped code; accepted: a path inside it, or absolute on the cluster
 gpt.yaml:6:43: options go with data.factory, or with a model of your own
 gpt.yaml:7:15: '4' is not accepted; accepted: 0, 1, 2, 3
@@ -294,7 +294,8 @@ def test_names_of_sbatch_options_are_plain(option: str) -> None:
         ("batch: {global: 64, micro: 8}", "batch: {global: 64, accumulation: 8}", "6:1: 'micro' is missing"),
         ("global: 64", "global: 0", "6:17: 0 is out of range"),
         ("data: {text", "data: {stage_to: node_local, text", "3:8: stage_to goes with tokens or dataset"),
-        ("data: {text: python-stdlib}", "data: {}", "3:7: data takes exactly one of text, tokens, dataset, factory, not none"),
+        ("data: {text: python-stdlib}", "data: {}", "3:7: data takes exactly one of text, tokens, dataset, datasets, factory, not none"),
+        ("data: {text: python-stdlib}", "data: {datasets: [a]}", "3:8: datasets go with program; a model reads one: dataset"),
         ("data: {text: python-stdlib}", "data: {text: x}", "3:14: 'x' is not accepted; accepted: python-stdlib"),
         ("data: {text: python-stdlib}", "data: {tokens: ~/x}", "3:16: '~/x' is not a plain path"),
         ("data: {text: python-stdlib}", "data: {text: python-stdlib, heldout: x}", "3:29: heldout goes with tokens"),
@@ -327,6 +328,21 @@ def test_names_of_sbatch_options_are_plain(option: str) -> None:
 def test_what_does_not_go_together_in_a_job(old: str, new: str, says: str) -> None:
     assert old in JOB
     assert mistakes("job", JOB.replace(old, new))[0].startswith(f"f.yaml:{says}")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("{text: python-stdlib}", "3:8: 'text' does not go with program; accepted: tokens, heldout, dataset, datasets"),
+        ("{dataset: a, options: {b: 1}}", "3:20: 'options' does not go with program"),
+        ("{dataset: a, datasets: [b]}", "3:7: data takes exactly one of"),
+        ("{datasets: [a, b, a]}", "3:25: a is named twice"),
+        ("{datasets: [a-b, a.b]}", "3:24: a.b and a-b would both be ZERUN_DATA_A_B_…"),
+        ("{datasets: []}", "3:7: data takes exactly one of"),
+    ],
+)
+def test_data_of_a_program_are_files(data: str, says: str) -> None:
+    assert mistakes("job", f"name: j\nprogram: {{argv: [x]}}\ndata: {data}\n")[0].startswith(f"f.yaml:{says}")
 
 
 def test_a_job_that_trains_nothing_or_half() -> None:
