@@ -13,11 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contract.errors import NoSpace, Unreachable, ZerunError
+from ..contract.errors import Unreachable
 from . import rsync, sftp
+from .files import SshFiles
 from .hostkeys import known_keys, lookup_names
 from .protocol import Progress, Result
 from .quoting import Strip, Wire, for_sshd
@@ -34,7 +34,7 @@ _DOWN_S = 5.0  # who just did not answer is not asked again at once: one command
 _CHUNK = 65536
 
 
-class FabricTransport:
+class FabricTransport(SshFiles):
     """Connects on first use. ``gateway`` is the jump host's own transport, shared by all behind it."""
 
     def __init__(
@@ -46,7 +46,7 @@ class FabricTransport:
         gateway: FabricTransport | None = None,
         login_command: str = "zerun login",
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._login_command = login_command
         self._target = target
         self._settings = settings
@@ -54,7 +54,6 @@ class FabricTransport:
         self._lock = threading.Lock()
         self._sessions = threading.BoundedSemaphore(_SESSIONS)
         self._connection: fabric.Connection | None = None
-        self._rsync_works: bool | None = None
         self._down: tuple[float, Unreachable] | None = None
 
     # --- connecting -------------------------------------------------------------------------------
@@ -230,29 +229,10 @@ class FabricTransport:
 
     # --- files ------------------------------------------------------------------------------------
 
-    def put(self, data: bytes, path: str, *, mode: int = 0o600) -> None:
-        done = self.run(put_argv(path, len(data), mode), stdin=data, timeout_s=60 + len(data) / 100_000)
-        if done.returncode:
-            raise put_problem(self.name, path, done)
+    def _reach(self) -> None:
+        self.connection()
 
-    def fetch(self, files: Sequence[str], source: str, target: Path, *, progress: Progress | None = None) -> None:
-        self._copy(rsync.Copy(tuple(files), source, target, into="here"), progress)
-
-    def push(self, files: Sequence[str], source: Path, target: str, *, progress: Progress | None = None) -> None:
-        self._copy(rsync.Copy(tuple(files), target, source, into="there"), progress)
-
-    def _copy(self, copy: rsync.Copy, progress: Progress | None) -> None:
-        copy.check()
-        if not copy.files:
-            return
-        if self._rsync_works is None:
-            self._rsync_works = rsync.is_here()
-        if copy.into == "there":
-            made = self.run(["mkdir", "-p", "--", copy.there])
-            if made.returncode:
-                raise put_problem(self.name, copy.there, made)
-        else:
-            self.connection()  # refuses host keys in words before ssh does
+    def _carry(self, copy: rsync.Copy, progress: Progress | None) -> None:
         if self._rsync_works:
             try:
                 rsync.run(self.name, self._target, copy, progress)
@@ -380,23 +360,3 @@ def _status(channel: paramiko.Channel, end: float | None) -> int:
     if not channel.status_event.wait(None if end is None else max(0.1, end - time.monotonic())):
         raise TimeoutError
     return int(channel.exit_status)
-
-
-_PUT = (
-    'umask 077; set -e; mkdir -p -- "$1"; trap \'rm -f -- "$2"\' EXIT; cat > "$2"; '
-    '[ "$(wc -c < "$2")" -eq "$4" ]; chmod "$5" -- "$2"; mv -f -- "$2" "$3"; trap - EXIT'
-)
-
-
-def put_argv(path: str, num_bytes: int, mode: int) -> list[str]:
-    """A command that writes stdin to ``path``; a connection that breaks leaves nothing under that name."""
-    folder, _, name = path.rpartition("/")
-    beside = f"{folder}/.{name}.{random.getrandbits(48):012x}.part"
-    return ["/bin/sh", "-c", _PUT, "put", folder or "/", beside, path, str(num_bytes), f"{mode:o}"]
-
-
-def put_problem(name: str, path: str, done: Result) -> ZerunError:
-    said = done.stderr.decode("utf-8", "replace").strip() or f"exit {done.returncode}"
-    if "No space left" in said or "quota" in said.lower():
-        return NoSpace(f"{name}: no space for {path}: {said}")
-    return Unreachable(f"{name}: {path} could not be written: {said}")

@@ -13,12 +13,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..contract.errors import Unreachable, ZerunError
 from . import rsync, sftp
-from .fabric import put_argv, put_problem
+from .files import SshFiles
 from .master import Master, quiet_environment
 from .protocol import Progress, Result
 from .quoting import Strip, Wire, for_sshd
@@ -41,14 +40,13 @@ class _Full(Exception):
     """sshd gives no further session to this login."""
 
 
-class OpenSshTransport:
+class OpenSshTransport(SshFiles):
     """Opens its master on first use, and again when it died."""
 
     def __init__(self, name: str, master: Master) -> None:
-        self.name = name
+        super().__init__(name)
         self.master = master
         self._sessions = threading.BoundedSemaphore(_SESSIONS)
-        self._rsync_works: bool | None = None
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -110,27 +108,10 @@ class OpenSshTransport:
 
     # --- files ------------------------------------------------------------------------------------
 
-    def put(self, data: bytes, path: str, *, mode: int = 0o600) -> None:
-        done = self.run(put_argv(path, len(data), mode), stdin=data, timeout_s=60 + len(data) / 100_000)
-        if done.returncode:
-            raise put_problem(self.name, path, done)
+    def _reach(self) -> None:
+        self.run(["true"])  # sees to it that there is a master, which rsync's ssh would not
 
-    def fetch(self, files: Sequence[str], source: str, target: Path, *, progress: Progress | None = None) -> None:
-        self._copy(rsync.Copy(tuple(files), source, target, into="here"), progress)
-
-    def push(self, files: Sequence[str], source: Path, target: str, *, progress: Progress | None = None) -> None:
-        self._copy(rsync.Copy(tuple(files), target, source, into="there"), progress)
-
-    def _copy(self, copy: rsync.Copy, progress: Progress | None) -> None:
-        copy.check()
-        if not copy.files:
-            return
-        # Also sees to it that there is a master, which rsync's ssh would not.
-        made = self.run(["mkdir", "-p", "--", copy.there] if copy.into == "there" else ["true"])
-        if made.returncode:
-            raise put_problem(self.name, copy.there, made)
-        if self._rsync_works is None:
-            self._rsync_works = rsync.is_here()
+    def _carry(self, copy: rsync.Copy, progress: Progress | None) -> None:
         with self._sessions:
             if self._rsync_works and self._by_rsync(copy, progress):
                 return

@@ -185,7 +185,7 @@ def test_a_cut_leaves_no_part_under_the_final_name_and_a_rerun_goes_on(
 
 def test_put_that_is_cut_leaves_nothing(testbed: Testbed) -> None:
     # The connection's end looks like the end of stdin to the command: the size says what is missing.
-    from launcher.transports.fabric import put_argv
+    from launcher.transports.files import put_argv
 
     transport = _open(testbed, "trainer", by_rsync=True)
     argv = put_argv("/home/trainer/cut/file", 100, 0o600)
