@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..contract.errors import Unreachable, UsageError
-from ..transports.protocol import Result
-from .outside import words
+from ..transports.protocol import Transport
+from .outside import ask, queue
 from .protocol import Handle, Poll
 
 if TYPE_CHECKING:
     from ..specs.models import Cluster
 
 _GONE_S = 60.0
-_SEP = "\x1f"
-Slurm = Callable[..., Result]
 
 
 @dataclass(frozen=True)
@@ -61,33 +59,28 @@ def is_inside(handle: Handle) -> bool:
     return bool(handle.data.get("inside"))
 
 
-def poll(handle: Handle, slurm: Slurm, alive: bool) -> Poll:
+def poll(handle: Handle, login: Transport, alive: bool) -> Poll:
     """``alive``: whether the script's shell is seen to live; where it is not seen, its step tells."""
     job, name = str(handle.data["job"]), str(handle.data["name"])
     if alive:
         return Poll("running", word="RUNNING")
-    found = steps(job, name, slurm)
+    found = steps(job, name, login)
     return Poll("running", word="RUNNING") if found else Poll("ended", word="")
 
 
-def steps(job: str, name: str, slurm: Slurm) -> list[str]:
+def steps(job: str, name: str, login: Transport) -> list[str]:
     """The ids of the allocation's living steps of this name. Raises Unreachable."""
-    done = slurm("squeue", "-h", "-s", "-j", job, "-o", _SEP.join(("%i", "%j")))
-    if done.returncode:
-        if b"Invalid job id" in done.stderr:  # the allocation is over
-            return []
-        raise Unreachable(f"squeue --steps: {words(done.stderr)}")
-    rows = [line.split(_SEP) for line in done.stdout.decode("utf-8", "replace").splitlines()]
-    return [row[0].strip() for row in rows if len(row) == 2 and row[1].strip() == name]
+    rows = queue(login, "-s", "-j", job, fields=("%i", "%j"))
+    return [step for step, called in rows if called == name]
 
 
-def cancel(handle: Handle, slurm: Slurm, ended: Callable[[], bool]) -> None:
+def cancel(handle: Handle, login: Transport, ended: Callable[[], bool]) -> None:
     """Ends the step, and waits until it is gone."""
     job, name = str(handle.data["job"]), str(handle.data["name"])
-    for step in steps(job, name, slurm):
-        slurm("scancel", step)
+    for step in steps(job, name, login):
+        ask(login, "scancel", step)
     end = time.monotonic() + _GONE_S
-    while steps(job, name, slurm) or not ended():
+    while steps(job, name, login) or not ended():
         if time.monotonic() > end:
             raise Unreachable(f"the step {name} of job {job} was cancelled, but is still there after {_GONE_S:.0f} s")
         time.sleep(0.3)

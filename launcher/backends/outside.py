@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from ..contract.errors import UsageError
+from collections.abc import Sequence
+
+from ..contract.errors import Unreachable, UsageError
 from ..transports.protocol import Result, Transport
 
+SEP = "\x1f"  # `|` is legal in job names and reasons
 _CLEAN = (
     "for v in $(env | sed -n"
     " 's/^\\(\\(SLURM\\|SBATCH\\|SQUEUE\\|SACCT\\|SCANCEL\\|SINFO\\)_[A-Z0-9_]*\\)=.*/\\1/p'); do"
@@ -18,6 +21,18 @@ def ask(login: Transport, *argv: str, stdin: bytes = b"", timeout_s: float = 60.
     if done.returncode in (126, 127):
         raise UsageError(f"{login.name}: {argv[0]} is not there", hint="is it the login node of a Slurm cluster?")
     return done
+
+
+def queue(login: Transport, *chosen: str, fields: Sequence[str]) -> list[list[str]]:
+    """What squeue tells of the jobs (with ``-s``: the steps) ``chosen``: their ``fields`` (``%A``). Jobs that it does
+    not know are none. Raises Unreachable."""
+    done = ask(login, "squeue", "-h", *chosen, "-o", SEP.join(fields))
+    if done.returncode:
+        if b"Invalid job id" in done.stderr:  # what it says when it knows none of them
+            return []
+        raise Unreachable(f"{login.name}: squeue: {words(done.stderr)}")
+    rows = [line.split(SEP) for line in done.stdout.decode("utf-8", "replace").splitlines()]
+    return [[field.strip() for field in row] for row in rows if len(row) == len(fields)]
 
 
 def words(stderr: bytes) -> str:

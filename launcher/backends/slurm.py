@@ -19,14 +19,13 @@ from ..transports.protocol import Result, Stream, Transport
 from . import inside
 from .calls import Caller, attempt_files
 from .expected import would_start
-from .outside import ask, words
+from .outside import SEP, ask, queue, words
 from .protocol import Finding, Handle, Place, Poll, Submission
 from .states import state_of, why_queued
 
 if TYPE_CHECKING:
     from ..specs.models import Cluster
 
-_SEP = "\x1f"  # `|` is legal in job names and reasons
 _GONE_S = 60.0  # scancel ends steps at once; what ignores SIGTERM is killed after Slurm's KillWait
 
 
@@ -113,10 +112,8 @@ class SlurmBackend:
         kept = self._login.run(["cat", str(folder.root / "job")])
         if kept.returncode == 0 and kept.stdout.strip().isdigit():
             return Handle("slurm", {"job": kept.stdout.decode().strip(), "name": name})
-        queued = self._slurm("squeue", "-h", "-t", "all", "-o", "%A", "--name", name)
-        if queued.returncode:
-            raise Unreachable(f"{self._login.name}: squeue: {words(queued.stderr)}")
-        ids = [int(w) for w in queued.stdout.split() if w.isdigit()]
+        queued = queue(self._login, "-t", "all", "--name", name, fields=("%A",))
+        ids = [int(job) for (job,) in queued if job.isdigit()]
         if not ids:
             past = self._slurm("sacct", "-X", "-n", "-P", "-o", "JobIDRaw", "--name", name, "-S", "now-90days")
             ids = [int(w) for w in past.stdout.split() if w.isdigit()] if past.returncode == 0 else []
@@ -131,7 +128,7 @@ class SlurmBackend:
 
     def _poll_inside(self, handle: Handle) -> Poll:
         try:
-            return inside.poll(handle, self._slurm, self._lives(handle))
+            return inside.poll(handle, self._login, self._lives(handle))
         except Unreachable as problem:
             return Poll("unknown", why=problem.message)
 
@@ -149,27 +146,18 @@ class SlurmBackend:
         return [_newer(known.get(job), past.get(job)) or Poll("absent") for job in jobs]
 
     def _ask_squeue(self, jobs: Sequence[str]) -> dict[str, Poll]:
-        form = _SEP.join(("%A", "%T", "%S", "%N", "%r"))
-        done = self._slurm("squeue", "-h", "-t", "all", "-j", ",".join(sorted(set(jobs))), "-o", form)
-        if done.returncode:
-            if b"Invalid job id" in done.stderr:  # what it says when it knows none of them
-                return {}
-            raise Unreachable(f"{self._login.name}: squeue: {words(done.stderr)}")
-        known = {}
-        for line in done.stdout.decode("utf-8", "replace").splitlines():
-            fields = line.split(_SEP)
-            if len(fields) == 5:
-                known[fields[0].strip()] = _from_squeue(*(f.strip() for f in fields[1:]))
-        return known
+        chosen = ("-t", "all", "-j", ",".join(sorted(set(jobs))))
+        rows = queue(self._login, *chosen, fields=("%A", "%T", "%S", "%N", "%r"))
+        return {job: _from_squeue(*told) for job, *told in rows}
 
     def _ask_sacct(self, jobs: Sequence[str]) -> dict[str, Poll]:
         form = "JobIDRaw,State,ExitCode,NodeList"
         ids = ",".join(sorted(set(jobs)))
-        done = self._slurm("sacct", "-X", "-n", "-P", f"--delimiter={_SEP}", "-o", form, "-j", ids)
+        done = self._slurm("sacct", "-X", "-n", "-P", f"--delimiter={SEP}", "-o", form, "-j", ids)
         known = {}
         # Where accounting is off it says so and fails: then the queue is all there is.
         for line in done.stdout.decode("utf-8", "replace").splitlines() if done.returncode == 0 else ():
-            fields = line.split(_SEP)
+            fields = line.split(SEP)
             if len(fields) == 4:
                 known[fields[0]] = _from_sacct(*fields[1:])
         return known
@@ -179,7 +167,7 @@ class SlurmBackend:
     def cancel(self, handle: Handle, run: str, attempt: int) -> None:
         job = str(handle.data["job"])
         if inside.is_inside(handle):
-            inside.cancel(handle, self._slurm, lambda: not self._lives(handle))
+            inside.cancel(handle, self._login, lambda: not self._lives(handle))
             self._forget_secrets(handle, run)
             return
         done = self._slurm("scancel", job)
