@@ -2,13 +2,15 @@
 
 ``/tmp/zerun-leases`` belongs to all users of a node (mode 1777; whoever is first makes it)::
 
-    slot-3            the lock: flock, held by the agent as long as it lives. Never written, never removed
+    slot-3            the lock: flock, held by the agent and its ranks while they live. Never written, never removed
     slot-3.2001.json  who user 2001 is there for (contract.leases.Lease), that user's own file
     choosing          locked while slots are chosen, so that two agents never take half of a node each
 
-The kernel lets a lock go with its process, however that ended: nothing stale is ever in the way, also after
-a power cut. Nobody writes into a file that another user made, and no link is followed, so the folder can
-harm nobody; a user who is set on it can hold slots for ever, as such a user could fill the devices.
+The kernel lets a lock go with its processes, however they ended: nothing stale is ever in the way, also after
+a power cut. What a killed agent left running keeps the slots: ranks and most of what they start inherit the lock,
+and who closed it is found by what the lease tells of the attempt's processes (:mod:`.orphans`). Nobody writes
+into a file that another user made, and no link is followed, so the folder can harm nobody; a user who is set on
+it can hold slots for ever, as such a user could fill the devices.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from ..contract.leases import Lease
 from ..contract.moment import moment
 from ..contract.plain import PlainError, dumps, from_plain, loads
 from ..contract.records import ProcessId
-from . import processes
+from . import orphans
 from .strangers import Stranger, strangers
 
 FOLDER = "/tmp/zerun-leases"
 _CHOOSING_S = 10.0
+_SETTLED_S = 1.0  # what the kernel ends together with an agent takes a moment
+_EVERY_BEATS = 32
 _LEASE_BYTES = 64 * 1024
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in our way must not stop us
 _INFO = re.compile(r"slot-([0-9]{1,6})\.([0-9]{1,10})\.json")
@@ -50,26 +54,46 @@ class Wish(NamedTuple):
 
 
 class Held:
-    """The slots that this process holds, from :func:`take` to :meth:`release` or its end."""
+    """The slots that this process holds, from :func:`take` to :meth:`release`, or as long as any process lives that
+    inherited ``handles``."""
 
-    def __init__(self, slots: Tuple[int, ...], handles: Sequence[int]) -> None:
+    def __init__(self, slots: Tuple[int, ...], handles: Sequence[int], lease: Lease) -> None:
         self.slots = slots
-        self._handles = list(handles)
+        self.handles = tuple(handles)
+        self._lease = lease
+        self._beats = 0
 
     def beat(self) -> None:
-        """Keeps the files young: what looks forgotten in /tmp is swept away after some days."""
-        for handle in self._handles:
+        """Keeps the files young: what looks forgotten in /tmp is swept away after some days. Now and then writes down
+        what this process has started, by which it is found should this process be killed."""
+        for handle in self.handles:
             with contextlib.suppress(OSError):
                 os.utime(handle)
+        self._beats += 1
+        if self._beats % _EVERY_BEATS == 0 or self._beats & (self._beats - 1) == 0:
+            self.note_processes()
 
-    def release(self) -> None:
-        with contextlib.suppress(Refused, OSError), _folder() as at:
-            for slot in self.slots:
+    def note_processes(self) -> None:
+        sessions = orphans.sessions_below(os.getpid(), self._lease.sessions)
+        if self.handles and sessions != self._lease.sessions:
+            self._lease = dataclasses.replace(self._lease, sessions=sessions)
+            with contextlib.suppress(Refused, OSError), _folder() as at:
+                for slot in self.slots:
+                    _write(at, self._lease, slot)
+
+    def release(self, *, but_for_heirs: bool = False) -> None:
+        """``but_for_heirs``: processes that could not be ended keep the slots, and the lease goes on saying whose."""
+        if not but_for_heirs:
+            with contextlib.suppress(Refused, OSError), _folder() as at:
+                for slot in self.slots:
+                    with contextlib.suppress(OSError):
+                        os.unlink(_info_name(slot), dir_fd=at)
+        for handle in self.handles:
+            if not but_for_heirs:
                 with contextlib.suppress(OSError):
-                    os.unlink(_info_name(slot), dir_fd=at)
-        for handle in self._handles:
+                    fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone waits for whoever is at its very end
             os.close(handle)
-        self._handles = []
+        self.handles = ()
 
 
 def take(wish: Wish, lease: Lease) -> Held:
@@ -79,24 +103,24 @@ def take(wish: Wish, lease: Lease) -> Held:
     :class:`Refused` when the folder is not one that all users may use.
     """
     with _folder() as at, _choosing(at):
+        seen = _look(at, wish)
+        if len(seen.free) < wish.number:
+            raise Busy(_refusal(lease.node, wish, seen), hint=_HINT)
         taken: Dict[int, int] = {}
-        foreign = strangers() if wish.gpu else []
         try:
-            for slot in _usable(wish, foreign):
+            for slot in seen.free:
                 handle = _lock(at, slot) if len(taken) < wish.number else None
                 if handle is not None:
                     taken[slot] = handle
-            if len(taken) < wish.number:
-                while taken:
-                    os.close(taken.popitem()[1])
-                raise Busy(_refusal(lease.node, wish, _look(at, wish, foreign)), hint=_HINT)
+            if len(taken) < wish.number:  # somebody did not wait for our choosing
+                raise Busy(_refusal(lease.node, wish, _look(at, wish)), hint=_HINT)
         except BaseException:
             for handle in taken.values():
                 os.close(handle)
             raise
         for slot in taken:
             _write(at, lease, slot)
-    return Held(tuple(taken), list(taken.values()))
+    return Held(tuple(taken), list(taken.values()), lease)
 
 
 def hold(spec: LaunchSpec, node_rank: int, node: str, own: ProcessId) -> Tuple[LaunchSpec, Optional[Held]]:
@@ -105,7 +129,8 @@ def hold(spec: LaunchSpec, node_rank: int, node: str, own: ProcessId) -> Tuple[L
     entry = spec.nodes[node_rank]
     if entry.among is None:
         return spec, None
-    lease = Lease(0, user_name(os.geteuid()), spec.run, spec.attempt, node, time.time(), own)
+    mark = orphans.mark_of(spec.token)
+    lease = Lease(0, user_name(os.geteuid()), spec.run, spec.attempt, node, time.time(), own, mark)
     held = take(Wish(entry.among, entry.slots, spec.device_kind == "gpu"), lease)
     nodes = list(spec.nodes)
     nodes[node_rank] = dataclasses.replace(entry, devices=held.slots)
@@ -119,11 +144,11 @@ def slots(request: Dict[str, Any]) -> Dict[str, Any]:
     """
     wish = Wish(tuple(int(n) for n in request["among"]), int(request["count"]), bool(request.get("gpu")))
     with _folder() as at, _choosing(at):
-        seen = _look(at, wish, strangers() if wish.gpu else [])
+        seen = _look(at, wish)
     enough = len(seen.free) >= wish.number
     return {
         "free": list(seen.free),
-        "held": [{"slot": slot, "by": _holder(lease)} for slot, lease in seen.held],
+        "held": [{"slot": slot, "by": _holder(holder)} for slot, holder in seen.held],
         "strangers": [s._asdict() for s in seen.foreign],
         "refusal": None if enough else _refusal(str(request["node"]), wish, seen),
         "hint": _HINT,
@@ -135,46 +160,76 @@ def slots(request: Dict[str, Any]) -> Dict[str, Any]:
 _HINT = "--wait-free waits until they are free; zerun cluster check says who holds what"
 
 
+class _Holder(NamedTuple):
+    """``lease`` None: nobody said who. ``gone``: its agent is, and what it started is not."""
+
+    lease: Optional[Lease]
+    gone: bool = False
+
+
 class _Seen(NamedTuple):
     free: Tuple[int, ...]
-    held: Tuple[Tuple[int, Optional[Lease]], ...]
+    held: Tuple[Tuple[int, _Holder], ...]
     foreign: Tuple[Stranger, ...]
 
 
-def _usable(wish: Wish, foreign: Sequence[Stranger]) -> List[int]:
-    return [slot for slot in wish.among if all(s.device != slot for s in foreign)]
+def _usable(among: Sequence[int], foreign: Sequence[Stranger]) -> Tuple[int, ...]:
+    return tuple(slot for slot in among if all(s.device != slot for s in foreign))
 
 
-def _look(at: int, wish: Wish, foreign: Sequence[Stranger]) -> _Seen:
-    """Call it while choosing: for a moment it locks what is free."""
+def _look(at: int, wish: Wish) -> _Seen:
+    """Call it while choosing: for a moment it locks what is free. Where an agent is gone and too little is free, it
+    looks again until what the kernel ends with the agent has had its time."""
+    foreign = strangers() if wish.gpu else []
+    end = time.monotonic() + _SETTLED_S
+    while True:
+        seen = _look_once(at, wish, foreign)
+        enough = len(seen.free) >= wish.number
+        if enough or time.monotonic() > end or not any(holder.gone for _, holder in seen.held):
+            return seen
+        time.sleep(0.1)
+
+
+def _look_once(at: int, wish: Wish, foreign: Sequence[Stranger]) -> _Seen:
     free, held = [], []
+    left: Dict[Tuple[str, int, int], bool] = {}
     for slot in wish.among:
         handle = _lock(at, slot)
-        if handle is None:
-            held.append((slot, _read(at, slot)))
-        else:
+        holder = _who(_leases(at, slot)) if handle is None else _orphaned(_leases(at, slot), left)
+        if handle is not None:
             os.close(handle)
+        if holder is not None:
+            held.append((slot, holder))
+        else:
             free.append(slot)
     # What computes on a device that a lease covers is that run's own.
-    foreign = [s for s in foreign if s.device in free]
-    return _Seen(tuple(_usable(wish._replace(among=tuple(free)), foreign)), tuple(held), tuple(foreign))
+    strange = tuple(s for s in foreign if s.device in free)
+    return _Seen(_usable(free, strange), tuple(held), strange)
 
 
 def _refusal(node: str, wish: Wish, seen: _Seen) -> str:
     noun = "GPU" if wish.gpu else "slot"
     by: Dict[str, List[int]] = {}
-    for slot, lease in seen.held:
-        by.setdefault(_holder(lease), []).append(slot)
+    for slot, who in seen.held:
+        by.setdefault(_holder(who), []).append(slot)
     told = [f"{noun} {', '.join(map(str, numbers))} held by {holder}" for holder, numbers in by.items()]
     told += [s.sentence() for s in seen.foreign]
     free = f"{len(seen.free)} of {len(wish.among)} {'is' if len(seen.free) == 1 else 'are'} free"
     return f"node {node}: {wish.number} {noun}{'' if wish.number == 1 else 's'} asked for, {free}: {'; '.join(told)}"
 
 
-def _holder(lease: Optional[Lease]) -> str:
+def _holder(holder: _Holder) -> str:
+    lease, gone = holder
     if lease is None:
         return "a process that did not say who it is"
-    return f"run {lease.run} of {lease.user} since {moment(lease.since)} (pid {lease.process.pid})"
+    told = f"run {lease.run} of {lease.user} since {moment(lease.since)}"
+    if not gone:
+        return f"{told} (pid {lease.process.pid})"
+    how = "" if lease.user == user_name(os.geteuid()) else f", by {lease.user},"
+    return (
+        f"{told}, whose agent (pid {lease.process.pid}) is gone while what it started lives on "
+        f"(zerun cancel {lease.run}{how} ends it)"
+    )
 
 
 def user_name(uid: int) -> str:
@@ -276,7 +331,7 @@ def _info_name(slot: int) -> str:
 
 def _write(at: int, lease: Lease, slot: int) -> None:
     """Who holds it. The lock counts, so a name that somebody else took is no reason to stop."""
-    mine = Lease(slot, lease.user, lease.run, lease.attempt, lease.node, lease.since, lease.process)
+    mine = dataclasses.replace(lease, slot=slot)
     beside = f".slot-{slot}.{os.geteuid()}.{os.getpid()}.part"
     with contextlib.suppress(OSError):
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o644, dir_fd=at)
@@ -290,9 +345,26 @@ def _write(at: int, lease: Lease, slot: int) -> None:
             os.close(handle)
 
 
-def _read(at: int, slot: int) -> Optional[Lease]:
-    """Who holds a locked slot: the file whose process lives, else (another user's /proc may be hidden) the newest."""
-    found: List[Tuple[bool, float, Lease]] = []
+class _Told(NamedTuple):
+    """A lease file: whose it is, and when it was written."""
+
+    lease: Lease
+    user: int
+    at: float
+
+    @property
+    def lives(self) -> bool:
+        """Whether the agent is there to be seen (another user's /proc may be hidden)."""
+        try:
+            pid = self.lease.process.pid
+            return not orphans.is_gone(self.lease.process) and os.stat(f"/proc/{pid}").st_uid == self.user
+        except OSError:
+            return False
+
+
+def _leases(at: int, slot: int) -> List[_Told]:
+    """What users say of a slot, each in a file of their own."""
+    found: List[_Told] = []
     for name in os.listdir(at):
         match = _INFO.fullmatch(name)
         if match is None or int(match[1]) != slot:
@@ -308,17 +380,27 @@ def _read(at: int, slot: int) -> Optional[Lease]:
             with contextlib.suppress(OSError, PlainError, ValueError):
                 lease = from_plain(Lease, loads(file.read(_LEASE_BYTES)))
                 if is_safe_name(lease.run):
-                    found.append((_is_its(lease, about.st_uid), about.st_mtime, _named(lease, slot, about.st_uid)))
-    return max(found, key=lambda entry: entry[:2])[2] if found else None
+                    # With the name of the user whose file it is, whatever the file says.
+                    named = dataclasses.replace(lease, slot=slot, user=user_name(about.st_uid))
+                    found.append(_Told(named, about.st_uid, about.st_mtime))
+    return found
 
 
-def _is_its(lease: Lease, uid: int) -> bool:
-    try:
-        return processes.is_alive(lease.process) and os.stat(f"/proc/{lease.process.pid}").st_uid == uid
-    except OSError:
-        return False
+def _who(told: Sequence[_Told]) -> _Holder:
+    """Who holds a locked slot: the file whose process lives, else the newest."""
+    if not told:
+        return _Holder(None)
+    best = max(told, key=lambda one: (one.lives, one.at))
+    return _Holder(best.lease, orphans.is_gone(best.lease.process))
 
 
-def _named(lease: Lease, slot: int, uid: int) -> Lease:
-    """With the name of the user whose file it is, whatever the file says."""
-    return Lease(slot, user_name(uid), lease.run, lease.attempt, lease.node, lease.since, lease.process)
+def _orphaned(told: Sequence[_Told], left: Dict[Tuple[str, int, int], bool]) -> Optional[_Holder]:
+    """Who still uses a slot that nobody has locked. ``left`` keeps what was found, for the other slots."""
+    for one in told:
+        if orphans.is_gone(one.lease.process):
+            key = (one.lease.run, one.lease.attempt, one.user)
+            if key not in left:
+                left[key] = bool(orphans.left_of(one.lease, one.user))
+            if left[key]:
+                return _Holder(one.lease, gone=True)
+    return None

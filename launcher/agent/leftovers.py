@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import PurePosixPath
-from typing import List
+from typing import Callable, List
 
 from ..contract.errors import UsageError
 from ..contract.folder import RunFolder
@@ -20,8 +20,9 @@ from . import container, processes
 from .attempt import load
 
 
-def end_leftovers(spec: LaunchSpec, node: str) -> List[str]:
-    """Ends what earlier attempts of this run still have on ``node`` without their agent; a line of each."""
+def end_leftovers(spec: LaunchSpec, node: str, log: Callable[[str], None]) -> List[str]:
+    """Ends what earlier attempts of this run still have on ``node`` without their agent; a line of each, also told to
+    ``log``."""
     told = []
     for number in attempt_numbers(spec.run_dir):
         if number < spec.attempt and _was_killed(spec.run_dir, number, node):
@@ -33,6 +34,7 @@ def end_leftovers(spec: LaunchSpec, node: str) -> List[str]:
             container.end(before, range(sum(entry.slots for entry in before.nodes)))
             if ended:
                 told.append(f"{len(ended)} processes of attempt {number}, whose agent had been killed, were ended")
+                log(told[-1])
     return told
 
 

@@ -164,15 +164,20 @@ def marked(token: str) -> List[Stat]:
     This is how an attempt's processes are found when their agent is gone.
     """
     wanted = b"ZERUN_TOKEN=" + token.encode("utf-8")
+    return carrying(lambda entries: wanted in entries, os.geteuid())
+
+
+def carrying(wanted: Callable[[List[bytes]], bool], user: int) -> List[Stat]:
+    """The user's processes whose environment is ``wanted``, and what they started; never the caller. Of another user's
+    nothing is seen, but by root."""
     stats = all_stats()
-    own = os.geteuid()
     roots = []
     for stat in stats:
         try:
-            if stat.dead or stat.pid == os.getpid() or os.stat(f"/proc/{stat.pid}").st_uid != own:
+            if stat.dead or stat.pid == os.getpid() or os.stat(f"/proc/{stat.pid}").st_uid != user:
                 continue
             with open(f"/proc/{stat.pid}/environ", "rb") as file:
-                if wanted in file.read().split(b"\0"):
+                if wanted(file.read().split(b"\0")):
                     roots.append(stat)
         except OSError:
             continue

@@ -107,6 +107,7 @@ class Ranks:
         self._loop, self._spec, self._attempt, self._on_end = loop, spec, attempt, on_end
         self._topology = Topology(tuple(node.slots for node in spec.nodes), spec.tensor)
         self.all: List[Rank] = []
+        self.heirloom: Tuple[int, ...] = ()  # descriptors that every rank inherits
 
     @property
     def living(self) -> List[Rank]:
@@ -161,7 +162,7 @@ class Ranks:
                 stderr=capture.write_end,
                 cwd=folder,
                 env=environment.encoded(own),
-                pass_fds=inherited,
+                pass_fds=(*inherited, *self.heirloom),
                 start_new_session=True,
                 preexec_fn=processes.bind_to_parent(os.getpid()),
             )

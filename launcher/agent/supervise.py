@@ -84,6 +84,7 @@ class Agent:
             self._log(f"another agent has this node's place: pid {before.get('pid')}")
             self._ready.say(True, taken=before)
             return TAKEN
+        ended = end_leftovers(self._spec, self._me.node, self._log)  # first: it would keep the slots
         try:
             self._spec, self._held = leases.hold(self._spec, self._me.node_rank, self._me.node, self._own)
         except Refused as problem:
@@ -94,13 +95,12 @@ class Agent:
         self._ready.say(placed=True)
         self._log(f"agent {self._own.pid} of {self._spec.run} attempt {self._spec.attempt}, node {self._me.node}")
         self._keeper = self._new_keeper()
-        for told in end_leftovers(self._spec, self._me.node):
-            self._log(told)
-            self._keeper.notes.append(told)
+        self._keeper.notes += ended
         processes.become_subreaper()
         self._loop = Loop()
         try:
             self._ranks = Ranks(self._loop, self._spec, self._folder, self._rank_ended)
+            self._ranks.heirloom = self._held.handles if self._held is not None else ()
             self._preparation = Preparation(
                 self._loop, self._spec, self._me.node_rank, self._has_prepared, self._fail_here
             )
@@ -222,6 +222,8 @@ class Agent:
             if self._listener is not None:
                 self._listener.close()
                 self._listener = None
+        if self._held is not None:
+            self._held.note_processes()
         self._keeper.state, self._keeper.python = "running", program
         self._log(f"{len(self._ranks.all)} ranks started with {program}, interface {interface}")
         self._write()
@@ -402,14 +404,14 @@ class Agent:
             pids = ", ".join(str(stat.pid) for stat in left)
             self._log(f"could not be ended: {pids}")
             self._keeper.notes.append(f"processes that could not be ended: {pids}")
-        self._all_down()
+        self._all_down(immortal=bool(left))
 
-    def _all_down(self) -> None:
+    def _all_down(self, *, immortal: bool) -> None:
         self._down = True
         self._ranks.close()
         container.end(self._spec, [rank.rank for rank in self._ranks.all if rank.signalled or rank.signal])
         if self._held is not None:  # before the record says so: whoever reads it may start the next attempt
-            self._held.release()
+            self._held.release(but_for_heirs=immortal)
         if self._settled:
             self._end()
         else:
