@@ -38,6 +38,20 @@ def outputs_of(run_dir: str) -> List[Dict[str, Any]]:
     return outputs_here(run_dir, [str(pattern) for pattern in said]) if isinstance(said, list) else []
 
 
+def is_own(run_dir: str, name: str) -> bool:
+    """Whether ``name`` is a plain file of the job's own, with no link on the way to it."""
+    path = os.path.join(run_dir, name)
+    inside = os.path.realpath(path) == os.path.join(os.path.realpath(run_dir), name)
+    return is_kept(name) and inside and os.path.isfile(path)
+
+
+def open_own(run_dir: str, name: str) -> int:
+    """A descriptor of a file of the job's own. Raises OSError for anything else."""
+    if not is_own(run_dir, name):
+        raise FileNotFoundError(2, "it is no file of the job's own")
+    return os.open(os.path.join(run_dir, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def digests(request: Dict[str, Any]) -> Dict[str, Any]:
     """``{run_dir, files}`` (relative) → ``{digests: {file: "xxh3:…"}}``, read by the ranks' Python where it has xxhash.
 
@@ -48,9 +62,7 @@ def digests(request: Dict[str, Any]) -> Dict[str, Any]:
     run_dir = str(request["run_dir"])
     names = [str(name) for name in request["files"]]
     for name in names:
-        path = os.path.join(run_dir, name)
-        inside = os.path.realpath(path) == os.path.join(os.path.realpath(run_dir), name)
-        if not is_kept(name) or not inside or not os.path.isfile(path):
+        if not is_own(run_dir, name):
             raise Refused(f"{name!r} is no file of the job's own in {run_dir}")
     launch = _launch(run_dir)
     paths: Dict[str, Optional[str]] = {os.path.join(run_dir, name): None for name in names}

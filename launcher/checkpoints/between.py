@@ -1,4 +1,4 @@
-"""Shards from node to node, where nodes reach each other: only what cannot go that way passes this machine.
+"""Shards and ranges of them from node to node, where nodes reach each other: only what cannot go that way passes this machine.
 
 The nodes that have them serve (agent verb ``serve``) for as long as this machine listens, the nodes that lack them
 pull, prove every block, and put all in place at once or nothing.
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract.errors import NoSpace, Refused, Unreachable, ZerunError
 from ..contract.launch import LaunchSpec
-from ..contract.manifest import ShardFile
 from ..contract.plain import to_plain
-from .moving import assign, in_parallel, name_of, raise_worst, run_dir, size, total
+from .moving import assign, in_parallel, name_of, raise_worst, run_dir
+from .needed import Wanted, told
 
 if TYPE_CHECKING:
     from ..backends.protocol import Backend, Place
@@ -29,26 +29,24 @@ class Route:
     """What one node is to pull, from which others (by their index among the holders)."""
 
     place: Place
-    shards: dict[int, list[ShardFile]] = field(default_factory=dict)
+    wanted: dict[int, list[Wanted]] = field(default_factory=dict)
 
     def sentence(self, holders: Sequence[Place]) -> str:
-        told = []
-        for index, shards in self.shards.items():
-            number = f"{len(shards)} shard{'' if len(shards) == 1 else 's'}"
-            told.append(f"{number} ({size(total(shards))}) {name_of(holders[index])} → {name_of(self.place)}")
-        return "; ".join(told)
+        target = name_of(self.place)
+        return "; ".join(f"{told(w)} {name_of(holders[index])} → {target}" for index, w in self.wanted.items())
 
 
 def routes(
-    wanted: Sequence[tuple[Place, Sequence[ShardFile]]], holders: Sequence[tuple[Place, Mapping[str, int]]]
+    wanted: Sequence[tuple[Place, Sequence[Wanted]]], holders: Sequence[tuple[Place, Mapping[str, int]]]
 ) -> list[Route]:
     """Who pulls what from whom. Only nodes that can have all they lack from others are among them."""
     found = []
     for place, lacks in wanted:
         others = [(p, {} if p is place else files) for p, files in holders]
-        taken, nowhere = assign(lacks, others)
+        taken, nowhere = assign([w.shard for w in lacks], others)
         if lacks and not nowhere:
-            found.append(Route(place, taken))
+            by_rank = {w.shard.rank: w for w in lacks}
+            found.append(Route(place, {i: [by_rank[s.rank] for s in shards] for i, shards in taken.items()}))
     return found
 
 
@@ -67,15 +65,17 @@ def move(
     """
     notice(f"step {step}, from node to node: " + "; ".join(route.sentence(holders) for route in planned))
     with ExitStack() as open_streams:
-        serving = {i: _serve(backend, run, holders[i], launch, open_streams) for i in _sources(planned)}
+        serving = {i: serve(backend, run, holders[i], launch, open_streams) for i in _sources(planned)}
 
         def one(route: Route) -> None:
             sources = []
-            for index, shards in route.shards.items():
+            for index, wanted in route.wanted.items():
                 said = serving[index]
                 if isinstance(said, ZerunError):
                     raise said
-                sources.append({**said, "shards": [to_plain(shard) for shard in shards]})
+                whole = [to_plain(w.shard) for w in wanted if not w.ranges]
+                ranges = [{"shard": to_plain(w.shard), "ranges": w.ranges} for w in wanted if w.ranges]
+                sources.append({**said, "shards": whole, "ranges": ranges})
             request = {
                 "run_dir": run_dir(route.place, run),
                 "step": step,
@@ -95,13 +95,14 @@ def move(
 
 
 def _sources(planned: Sequence[Route]) -> list[int]:
-    return sorted({index for route in planned for index in route.shards})
+    return sorted({index for route in planned for index in route.wanted})
 
 
-def _serve(
-    backend: Backend, run: str, place: Place, launch: LaunchSpec, open_streams: ExitStack
+def serve(
+    backend: Backend, run: str, place: Place, launch: LaunchSpec, open_streams: ExitStack, *, own: bool = False
 ) -> dict[str, Any] | ZerunError:
-    """Where that node serves, for as long as ``open_streams`` is; or why it does not."""
+    """Where that node serves, for as long as ``open_streams`` is; or why it does not. ``own``: files of the job's own
+    instead of shards."""
     entry = next((node for node in launch.nodes if node.name == place.node), None)
     request = {
         "run_dir": run_dir(place, run),
@@ -110,6 +111,8 @@ def _serve(
         "address": entry.address if entry is not None else "",
         "others": [node.address or node.name for node in launch.nodes if node.name != place.node],
         "ports": list(launch.ports) if launch.ports else None,
+        "python": launch.python,
+        "own": own,
     }
     try:
         stream = open_streams.enter_context(backend.serve(place, request))

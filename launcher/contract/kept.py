@@ -158,10 +158,12 @@ def foreign_here(run_dir: str, foreign: Optional[Foreign]) -> List[Dict[str, Any
 
 def _lacks(run_dir: str, name: str, whole_when: str) -> Optional[str]:
     """The name of the file that would make it whole, where that is missing."""
-    path = os.path.join(run_dir, name)
+    path = os.path.join(run_dir, marker_of(name, whole_when))
+    return None if os.path.isfile(path) and not os.path.islink(path) else os.path.basename(path)
+
+
+def marker_of(name: str, whole_when: str) -> str:
+    """The file that says that the checkpoint ``name`` is whole, relative to the run's folder as ``name`` is."""
     if "{}" in whole_when:
-        beside = whole_when.replace("{}", os.path.basename(name))
-        path, said = os.path.join(os.path.dirname(path), beside), beside
-    else:
-        path, said = os.path.join(path, whole_when), whole_when
-    return None if os.path.isfile(path) and not os.path.islink(path) else said
+        return os.path.join(os.path.dirname(name), whole_when.replace("{}", os.path.basename(name)))
+    return os.path.join(name, whole_when)
