@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from .bundles import Bundle, CodeBundle, Wish, code_bundle, runtime_bundle
+from .bundles import GONE, Bundle, CodeBundle, Shipment, Wish, code_bundle, is_listing, keep, runtime_bundle
 from .contract.errors import Interrupted, Refused, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
 from .contract.plain import PlainError, dumps, from_plain, to_plain, write_atomically
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from .contract.launch import LaunchSpec
     from .planning.plan import Plan
     from .specs.models import Cluster, Job
-
-
-_BLOB_GONE = "the run's cluster has it too, in .blobs/ below paths.runs; or submit the job again"
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Attempts:
             attempt=attempt,
             run_dir=str(RunFolder.at(runs, run).root),
             runtime=str(blob(runs, runtime.digest, ".zip")),
-            code=str(blob(runs, code.digest, ".tar.gz")),
+            code=str(blob(runs, code.digest, code.name.removeprefix(code.digest))),
             token=token or secrets.token_hex(16),
             secrets_file=f"{runs}/.secrets/{run}.json" if source.job.secrets else None,
             resume_step=resume_step,
@@ -154,7 +151,9 @@ class Attempts:
         from .backends.protocol import Submission
         from .planning import job_name
 
-        blobs = {Path(p).name: self.blob(Path(p).name) for p in (launch.runtime, launch.code) if p}
+        names = [Path(p).name for p in (launch.runtime, launch.code) if p]
+        blobs = {name: self.blob(name) for name in names if not is_listing(name)}
+        code = next((self.shipment(name) for name in names if is_listing(name)), None)
         script = self.render(source, launch)
         folder = RunFolder.at("/", run.name)
         attempt = folder.attempt(launch.attempt)
@@ -164,7 +163,7 @@ class Attempts:
             "run.json": dumps(run.about),
         }
         name = job_name(run.name, launch.attempt)
-        return Submission(run.name, launch.attempt, name, launch, script, files, blobs, secret_values)
+        return Submission(run.name, launch.attempt, name, launch, script, files, blobs, secret_values, code)
 
     @staticmethod
     def _look_again(backend: Backend, submission: Submission) -> Handle | None:
@@ -215,11 +214,17 @@ class Attempts:
     # Blobs stay at home too: a resume on new nodes needs the very bytes that the run began with.
 
     def keep(self, bundle: Bundle) -> Bundle:
+        if isinstance(bundle, CodeBundle):
+            keep(bundle, self.store.root)
         path = self.store.root / ".blobs" / bundle.name
         if not path.exists() or path.read_bytes() != bundle.data:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, bundle.data)
         return bundle
+
+    def shipment(self, name: str) -> Shipment:
+        """The job's code that was kept under this name. Raises UsageError as :meth:`blob`."""
+        return Shipment(name, self.blob(name), self.store.root)
 
     def blob(self, name: str) -> bytes:
         """Raises UsageError when the bytes are gone, or are not those that the name stands for."""
@@ -228,9 +233,9 @@ class Attempts:
             data = path.read_bytes()
         except OSError as problem:
             said = f"{path}, which was shipped, cannot be read: {problem.strerror}"
-            raise UsageError(said, hint=_BLOB_GONE) from None
+            raise UsageError(said, hint=GONE) from None
         if not name.startswith(hashlib.sha256(data).hexdigest() + "."):
-            raise UsageError(f"{path} is damaged: it is not what its name says", hint=_BLOB_GONE)
+            raise UsageError(f"{path} is damaged: it is not what its name says", hint=GONE)
         return data
 
 

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from .attempts import Attempts, remembered
 from .backends.protocol import Handle, Place, Poll
+from .bundles import is_listing
+from .contract.bundle import is_content, read_listing
 from .contract.errors import Refused, Unreachable, ZerunError
+from .contract.folder import content
 from .contract.plain import to_plain
 from .observe import combine
 from .runs import Event, Run, RunState, RunStore, fold
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from .backends.protocol import Backend
     from .specs.models import Cluster
 
-_BLOB = re.compile(r"[0-9a-f]{64}\.(zip|tar\.gz)")
+_BLOB = re.compile(r"[0-9a-f]{64}\.(zip|tree|tar\.gz)")
 
 
 @dataclass(frozen=True)
@@ -183,4 +186,14 @@ def take_up(store: RunStore, there: There) -> Run:
     with contextlib.suppress(ZerunError):  # without them all but a resume goes, and that says what it lacks
         if lacking:
             there.place.transport.fetch(lacking, f"{there.place.runs}/.blobs", store.root / ".blobs")
+        for name in filter(is_listing, names):
+            _fetch_contents(store, there.place, name)
     return run
+
+
+def _fetch_contents(store: RunStore, place: Place, listing: str) -> None:
+    sizes = read_listing(store.root / ".blobs" / listing).sizes
+    files = [content(place.runs, digest) for digest in sizes if not is_content(store.root, digest)]
+    base = f"{place.runs}/.blobs"
+    if files:
+        place.transport.fetch([str(path.relative_to(base)) for path in files], base, store.root / ".blobs")

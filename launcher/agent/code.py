@@ -8,8 +8,9 @@ import shutil
 import tarfile
 import time
 from pathlib import Path
-from typing import Callable, List, Tuple
+from typing import Callable, List, Sequence, Tuple
 
+from ..contract.bundle import SUFFIX, copy_content, read_listing
 from ..contract.errors import Refused, Unreachable
 from ..contract.plain import write_atomically
 
@@ -17,10 +18,11 @@ WAIT_S = 120.0
 
 
 def unpack(bundle: str, run_dir: str) -> Path:
-    """Makes ``run_dir/code`` hold what ``bundle`` (a .tar.gz named after its digest) holds.
+    """Makes ``run_dir/code`` hold what ``bundle`` names: a listing, or an archive of an older launcher's (.tar.gz).
 
     A tree of another bundle (an earlier attempt's) steps aside as ``.code-…``; the same bundle is not
-    unpacked twice. Raises :class:`Refused` for an archive with anything that could leave the folder.
+    unpacked twice. Raises :class:`Refused` for anything that could leave the folder,
+    VerificationFailed for a file that is not what the listing says.
     """
     target = Path(run_dir) / "code"
     if _is_there(bundle, run_dir):
@@ -29,8 +31,11 @@ def unpack(bundle: str, run_dir: str) -> Path:
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     try:
-        with tarfile.open(bundle, "r:gz") as archive:
-            _extract(archive, beside)
+        if bundle.endswith(SUFFIX):
+            _lay_out(bundle, beside)
+        else:
+            with tarfile.open(bundle, "r:gz") as archive:
+                _extract(archive, beside)
         if target.exists():
             os.replace(target, Path(run_dir) / f".code-{time.time_ns()}")
         os.replace(beside, target)
@@ -65,13 +70,27 @@ def _is_there(bundle: str, run_dir: str) -> bool:
         return False
 
 
+def _lay_out(bundle: str, root: Path) -> None:
+    """The files of a listing out of the contents beside it."""
+    listing = read_listing(bundle)
+    runs = Path(bundle).parents[1]
+    for file in listing.files:
+        path = root / _inside(file.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "xb") as target:
+            copy_content(runs, file.digest, target.write)
+        path.chmod(0o755 if file.executable else 0o644)
+        os.utime(path, (0, 0))  # as it was shipped: what the job makes itself is younger
+    _link([(root / _inside(link.name), link.name, link.target) for link in listing.links], root)
+
+
 def _extract(archive: tarfile.TarFile, root: Path) -> None:
     """Files and folders first, symbolic links last: nothing is ever written through a link."""
-    links: List[Tuple[Path, tarfile.TarInfo]] = []
+    links: List[Tuple[Path, str, str]] = []
     for member in archive:
         path = root / _inside(member.name)
         if member.issym():
-            links.append((path, member))
+            links.append((path, member.name, member.linkname))
         elif member.isdir():
             path.mkdir(parents=True, exist_ok=True)
         elif member.isreg():
@@ -88,14 +107,19 @@ def _extract(archive: tarfile.TarFile, root: Path) -> None:
             os.link(root / _inside(member.linkname), path)
         else:
             raise Refused(f"the code bundle holds {member.name!r}, which is neither a file, a folder nor a link")
-    for path, member in links:
+    _link(links, root)
+
+
+def _link(links: Sequence[Tuple[Path, str, str]], root: Path) -> None:
+    """Path, name and target of each; none leads out of ``root``, by way of others either."""
+    for path, _, target in links:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(member.linkname)
+        path.symlink_to(target)
     real = os.path.realpath(root)
-    for path, member in links:
+    for path, name, target in links:
         end = os.path.realpath(path)
-        if os.path.isabs(member.linkname) or (end != real and not end.startswith(real + os.sep)):
-            raise Refused(f"the code bundle's link {member.name!r} leaves its folder ({member.linkname})")
+        if os.path.isabs(target) or (end != real and not end.startswith(real + os.sep)):
+            raise Refused(f"the code bundle's link {name!r} leaves its folder ({target})")
 
 
 def _inside(name: str) -> str:

@@ -7,10 +7,13 @@ This file is also sent to a machine as it is, and run there before anything else
 import json
 import os
 import re
+import stat
 import sys
 import time
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Iterable, List, Mapping, Optional
 
+_MANY = 64
+_OLD_S = 86400.0
 _NAME = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 
 
@@ -49,7 +52,8 @@ def expand(request: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def look(request: Dict[str, Any]) -> Dict[str, Any]:
-    """``{runs, literal, blobs}`` → where runs lie here, which of the shipped blobs are here, and the clock.
+    """``{runs, literal, blobs, contents?}`` → where runs lie here, which of the shipped blobs are here, which
+    ``contents`` of a shipped tree are not, and the clock.
 
     ``literal``: ``runs`` is a folder as it is called, not a path to be expanded.
     """
@@ -59,7 +63,19 @@ def look(request: Dict[str, Any]) -> Dict[str, Any]:
     now = time.time()
     runs = str(request["runs"]) if request.get("literal") else expand_path(str(request["runs"]))
     have = [b for b in request["blobs"] if _is_whole(os.path.join(runs, ".blobs", b))]
-    return {"runs": runs, "have": have, "now": now}
+    paths = [os.path.join(runs, ".blobs", "contents", c[:2], c) for c in request.get("contents", ())]
+    lacking = [os.path.basename(path) for path, whole in zip(paths, _are_whole(paths)) if not whole]
+    return {"runs": runs, "have": have, "lacking": lacking, "now": now}
+
+
+def _are_whole(paths: List[str]) -> Iterable[bool]:
+    """Several at once where there are many: opening a file on a cluster's disk is mostly waiting for it."""
+    if len(paths) < _MANY:
+        return map(_is_whole, paths)
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(_is_whole, paths))
 
 
 def _is_whole(path: str) -> bool:
@@ -68,12 +84,19 @@ def _is_whole(path: str) -> bool:
 
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)  # a FIFO would be waited for without end
+        with open(handle, "rb") as file:
+            facts = os.fstat(handle)
+            if not stat.S_ISREG(facts.st_mode):
+                return False
             for data in iter(lambda: file.read(1 << 20), b""):
                 digest.update(data)
+            # Scratch disks purge by age, and what a job that queues needs has just become needed again.
+            if time.time() - facts.st_mtime > _OLD_S:
+                os.utime(path)
     except OSError:
         return False
-    return os.path.basename(path).startswith(digest.hexdigest() + ".")
+    return os.path.basename(path).partition(".")[0] == digest.hexdigest()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,11 @@ _JSON_VERBS = {
     "reached": ".reach",
     "slots": ".leases",
     "pull": ".pull",
+    "pieces": ".pieces",
+    "handed": ".handed",
 }
+
+_STREAMS = ("agent", "claim", "convert", "engine", "receive", "serve", "simulate", "tail")
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -58,6 +62,9 @@ def main(argv: Optional[List[str]] = None) -> int:
             return int(importlib.import_module(".tail", __package__).stream(_request(), sys.stdout.buffer))
         if verb == "serve":
             return int(importlib.import_module(".pull", __package__).serve(_request(), sys.stdout.buffer))
+        if verb == "receive":
+            _reply(importlib.import_module(".receive", __package__).receive(sys.stdin.buffer))
+            return 0
         if verb == "listen":
             return int(importlib.import_module(".reach", __package__).listen(_request(), sys.stdout.buffer))
         if verb in ("exec", "step"):
@@ -66,7 +73,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         if verb == "allreduce":
             return _allreduce()
         if verb not in _JSON_VERBS:
-            known = ", ".join(["agent", "claim", "convert", "engine", "serve", "simulate", "tail", *_JSON_VERBS])
+            known = ", ".join([*_STREAMS, *_JSON_VERBS])
             raise UsageError(f"unknown verb {verb!r}", hint=f"one of {known}")
         request = _request()
         module = importlib.import_module(_JSON_VERBS[verb], __package__)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..attempts import Source, keep_code, made_of, one_folder, take_attempt
 from ..beforehand import Again, ask_first
-from ..bundles import Bundle, runtime_bundle
+from ..bundles import Bundle, Shipment, is_listing, runtime_bundle
 from ..choice import tag_names
 from ..contract.errors import Unreachable, UsageError
 from ..contract.plain import to_plain
@@ -20,7 +21,9 @@ from .plans import refuse_what_cannot_fit
 from .project import Notice, Project
 
 if TYPE_CHECKING:
-    from ..backends.protocol import Handle
+    from ..backends.protocol import Backend, Handle
+    from ..checkpoints import Candidate
+    from ..specs.models import Job
     from ..starting import Waiting
 
 
@@ -84,6 +87,8 @@ class Starts(Project):
                 "plan": to_plain(plan),
                 "code": {"name": code.name, "root": code.root, "commit": code.commit, "changed": code.changed},
             }
+            if not loaded_cluster.local:  # there it is kept in the same folder, and looked at when it was
+                backend.expect(Shipment(code.name, code.data, self.store.root))
             backend.places()  # connects: nothing is written for a cluster that does not answer, or is taken
             data = datasets.check(backend, loaded_job, loaded_cluster, plan, Path(code.root))
             about["data"] = to_plain(data)
@@ -97,10 +102,10 @@ class Starts(Project):
             keep_code(run, code)
             with run.making():
                 run, handle, attempt = start_first(self.attempts, backend, run, source, secret_values, waiting)
-                moved = "" if loaded_cluster.local else "sent" if backend.sent(code.name) else "already there"
+                sent = None if loaded_cluster.local else backend.sent()
         finally:
             backend.close()
-        return Submitted(run.name, attempt, handle, (code.sentence(moved), *code.notes, *begins, *plan.remarks, *told))
+        return Submitted(run.name, attempt, handle, (code.sentence(sent), *code.notes, *begins, *plan.remarks, *told))
 
     def resume(
         self,
@@ -118,7 +123,8 @@ class Starts(Project):
         a checkpoint that does not fit what they make of the model is refused by the engine.
         """
         from .. import datasets, specs
-        from ..checkpoints import candidates, choose, explain, stage
+        from ..checkpoints import candidates, choose, explain
+        from ..former import end_former
         from ..planning import check_engine, make_plan
         from ..starting import Waiting
 
@@ -129,6 +135,8 @@ class Starts(Project):
         cluster = specs.moved(specs.cluster_from_plain(loaded.about["cluster"]), job.pool)
         secret_values = read_secrets(job.secrets)
         backend = self.attempts.open(cluster, runtime_bundle())
+        code_name = str(loaded.about["code"]["name"])
+        self._expect(backend, code_name)
         try:
             state = self.attempts.look(backend, [loaded])[0]
             loaded = self.store.load(loaded.name)
@@ -145,10 +153,10 @@ class Starts(Project):
             plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
             check_engine(plan)
             refuse_what_cannot_fit(plan)
+            notes += end_former(self.attempts, backend, cluster, loaded, state.attempt)
             device_kind = cluster.device_of(plan.nodes[0].name).kind
             (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
             attempt = max(state.attempt, loaded.attempt) + 1
-            code_name = str(loaded.about["code"]["name"])
             data = datasets.check_again(backend, job, cluster, plan, loaded.about.get("data", ()))
             source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)), assigned, data)
             again = Again(attempt, sum(candidate.whole for candidate in found))
@@ -165,14 +173,31 @@ class Starts(Project):
                 )
                 if chosen is not None and chosen.name:
                     launch = replace(launch, resume_from=chosen.name)
-                    notes += [] if launch.shared else [f"{chosen.name} stays on the nodes that wrote it, a piece each"]
                 if chosen is not None and not launch.shared:
-                    moved = stage(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
+                    bring = _bringer(chosen, job)
+                    moved = bring(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
                     notes += [moved] if moved else []
                 loaded, handle = self.attempts.send(backend, loaded, source, launch, secret_values)
         finally:
             backend.close()
         return Submitted(loaded.name, attempt, handle, tuple(notes))
+
+    def _expect(self, backend: Backend, code_name: str) -> None:
+        """Tells which code will be sent; bytes that are gone at home are told of when they are needed."""
+        if is_listing(code_name):
+            with contextlib.suppress(UsageError):
+                backend.expect(self.attempts.shipment(code_name))
+
+
+def _bringer(chosen: Candidate, job: Job) -> Callable[..., str | None]:
+    """What makes the checkpoint ``chosen`` whole on every node, where each keeps its own disk."""
+    from ..checkpoints import hand_back, stage
+
+    if not chosen.name:
+        return stage
+    if job.checkpoint.hand_back == "everywhere":
+        return hand_back
+    return lambda *_: f"{chosen.name} stays on the nodes that wrote it, a piece each"
 
 
 def read_secrets(names: Sequence[str]) -> dict[str, str]:

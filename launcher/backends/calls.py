@@ -1,4 +1,8 @@
-"""How a backend speaks with the agent's verbs at a place: the runtime is put there first, once."""
+"""How a backend speaks with the agent's verbs at a place: the runtime is put there first, once.
+
+A submit is as few commands as can be: where runs lie, what of the runtime and of the job's code is there already is one
+question, and what lacks of the code is one send.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..agent import expand
+from ..bundles import Shipment
 from ..contract import errors
 from ..contract.errors import Exit, Unreachable, UsageError, ZerunError
 from ..contract.folder import RunFolder, blob
-from ..transports.protocol import Stream, Transport
+from ..transports.protocol import Result, Stream, Transport
 from .protocol import Submission
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _BARE = ("-E", "-S")  # verbs need the standard library alone, and site-packages can be slow to look through
+
+_FRESH_S = 60.0  # so long what was seen there is still believed to be there
+_SENDS = 3
 
 _CLASSES: Mapping[int, type[ZerunError]] = {
     Exit.USAGE: errors.UsageError,
@@ -38,12 +46,25 @@ _CLASSES: Mapping[int, type[ZerunError]] = {
 
 @dataclass(frozen=True)
 class Look:
-    """What the first question to a machine told. ``offset_s``: its clock less ours, known to ± ``error_s``."""
+    """What the first question to a machine told. ``offset_s``: its clock less ours, known to ± ``error_s``.
+
+    ``code``: of which job's code it was asked, and ``lacking``: which of its contents are not there. ``at``: when, by
+    our monotonic clock.
+    """
 
     runs: str
     have: frozenset[str]
     offset_s: float
     error_s: float
+    code: str | None = None
+    lacking: frozenset[str] = frozenset()
+    at: float = 0.0
+
+    def tells_of(self, code: Shipment) -> bool:
+        return self.code == code.name and time.monotonic() - self.at < _FRESH_S
+
+    def has(self, code: Shipment) -> bool:
+        return code.name in self.have and not self.lacking
 
 
 @dataclass
@@ -58,19 +79,23 @@ class Caller:
     _looks: dict[str, Look] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
-    sent: set[str] = field(default_factory=set)  # names of blobs that some machine lacked
+    expected: Shipment | None = None  # the code that will be put: asked about with the first question
+    sent: dict[str, frozenset[str]] = field(default_factory=dict)  # by machine: contents of the code that it lacked
 
     @property
     def runtime_name(self) -> str:
         return f"{self.runtime[0]}.zip"
 
-    def look(self, transport: Transport, blobs: Sequence[str] = ()) -> Look:
-        """Where runs lie on that machine, and which of ``blobs`` and the runtime are there already.
+    def look(self, transport: Transport, blobs: Sequence[str] = (), code: Shipment | None = None) -> Look:
+        """Where runs lie on that machine, and which of ``blobs``, the runtime and ``code`` are there already.
 
         Raises Unreachable, Refused, and UsageError for a path or an agent_python that does not work there.
         """
         argv = [self.agent_python, *_BARE, "-c", _source()]
-        request = {"runs": self.runs, "literal": self.literal, "blobs": [self.runtime_name, *blobs]}
+        names = [self.runtime_name, *blobs, *([code.name] if code is not None else [])]
+        request: dict[str, Any] = {"runs": self.runs, "literal": self.literal, "blobs": names}
+        if code is not None:
+            request["contents"] = list(code.sizes)
         before = time.time()
         done = transport.run(argv, stdin=json.dumps(request).encode())
         after = time.time()
@@ -82,19 +107,26 @@ class Caller:
         answer = _read(transport.name, "the first look", done.returncode, done.stdout, done.stderr)
         if "error" in answer:
             raise UsageError(f"{transport.name}: {answer['error']}", hint=answer.get("hint"))
-        half = (after - before) / 2
-        return Look(answer["runs"], frozenset(answer["have"]), answer["now"] - (before + after) / 2, half)
+        half, lacking = (after - before) / 2, frozenset(answer["lacking"])
+        there = (answer["runs"], frozenset(answer["have"]), answer["now"] - (before + after) / 2, half)
+        return Look(*there, code.name if code is not None else None, lacking, time.monotonic())
 
     def ready(self, transport: Transport) -> str:
         """The expanded ``runs`` of that machine, where the runtime now is. Asked once a machine."""
-        with self._guard:
-            lock = self._locks.setdefault(transport.name, threading.Lock())
-        with lock:
+        with self._lock(transport):
             if transport.name not in self._looks:
-                look = self.look(transport)
-                self._put(transport, look, {self.runtime_name: self.runtime[1]})
-                self._looks[transport.name] = look
+                self._look_and_put(transport, self.expected)
             return self._looks[transport.name].runs
+
+    def _lock(self, transport: Transport) -> threading.Lock:
+        with self._guard:
+            return self._locks.setdefault(transport.name, threading.Lock())
+
+    def _look_and_put(self, transport: Transport, code: Shipment | None) -> Look:
+        look = self.look(transport, code=code)
+        self._put(transport, look, {self.runtime_name: self.runtime[1]})
+        self._looks[transport.name] = look
+        return look
 
     def ahead_s(self, transport: Transport) -> float:
         """How far that machine's clock is ahead of ours, by the first look at it; 0 within what a look can tell."""
@@ -116,7 +148,38 @@ class Caller:
             if name not in look.have:
                 digest, dot, suffix = name.partition(".")
                 transport.put(data, str(blob(look.runs, digest, dot + suffix)))
-                self.sent.add(name)
+
+    def put_code(self, transport: Transport, code: Shipment) -> None:
+        """Sends what that machine lacks of it, in one piece; what of a cut send arrived is not sent again.
+
+        Raises NoSpace, Unreachable, VerificationFailed, and UsageError when what is kept at home is damaged.
+        """
+        with self._lock(transport):
+            look = self._looks.get(transport.name)
+            if look is None or not look.tells_of(code):
+                look = self._look_and_put(transport, code)
+            lacking = look.lacking
+            for _ in range(0 if look.has(code) else _SENDS):
+                lacking = self._send(transport, look.runs, code, lacking)
+                if not lacking:
+                    break
+            if lacking:
+                raise ZerunError(
+                    f"{transport.name}: {len(lacking)} files of the job's code went again as soon as they were there",
+                    hint=f"something deletes files below {look.runs}/.blobs",
+                )
+            there = replace(look, have=look.have | {code.name}, lacking=frozenset())
+            self._looks[transport.name] = there
+            self.sent.setdefault(transport.name, frozenset())
+
+    def _send(self, transport: Transport, runs: str, code: Shipment, lacking: frozenset[str]) -> frozenset[str]:
+        """What still lacks then: somebody may have deleted what was there a moment ago."""
+        data = code.packed(runs, lacking)
+        argv = [self.agent_python, *_BARE, str(blob(runs, self.runtime[0], ".zip")), "receive"]
+        done = transport.run(argv, stdin=data, timeout_s=60 + len(data) / 100_000)
+        answer = self._judged(transport, "receive", done)
+        self.sent[transport.name] = self.sent.get(transport.name, frozenset()) | lacking
+        return frozenset(answer["lacking"])
 
     def argv(self, transport: Transport, verb: str) -> list[str]:
         runs = self.ready(transport)
@@ -127,6 +190,10 @@ class Caller:
     ) -> dict[str, Any]:
         """The answer of a verb on that machine. Its error replies come as the classes of contract.errors."""
         done = transport.run(self.argv(transport, verb), stdin=json.dumps(request).encode(), timeout_s=timeout_s)
+        return self._judged(transport, verb, done)
+
+    @staticmethod
+    def _judged(transport: Transport, verb: str, done: Result) -> dict[str, Any]:
         answer = _read(transport.name, verb, done.returncode, done.stdout, done.stderr)
         if done.returncode or "error" in answer:
             kind = errors.Busy if answer.get("busy") else _CLASSES.get(done.returncode, ZerunError)

@@ -17,6 +17,7 @@ from .calls import Caller, attempt_files, first_error, side_by_side
 from .protocol import Finding, Handle, Place, Poll, Submission
 
 if TYPE_CHECKING:
+    from ..bundles import Shipment
     from ..specs.models import Cluster
 
 _GRACE_S = 10.0
@@ -39,8 +40,11 @@ class DirectBackend:
 
     # --- places -----------------------------------------------------------------------------------
 
-    def sent(self, blob: str) -> bool:
-        return blob in self._caller.sent
+    def expect(self, code: Shipment) -> None:
+        self._caller.expected = code
+
+    def sent(self) -> Mapping[str, frozenset[str]]:
+        return dict(self._caller.sent)
 
     def places(self) -> Sequence[Place]:
         """One a node, or a single one where the filesystem is shared. A node that does not answer still has its
@@ -128,6 +132,8 @@ class DirectBackend:
         def one(node: str) -> None:
             at = self._at(node)
             self._caller.put_blobs(at, submission.blobs)
+            if submission.code is not None:
+                self._caller.put_code(at, submission.code)
             runs = self._caller.ready(at)
             if str(RunFolder.at(runs, submission.run).root) != submission.launch.run_dir:
                 raise UsageError(f"{node}: paths.runs is {runs} there, and another path elsewhere")

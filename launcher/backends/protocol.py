@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from ..bundles import Shipment
 from ..contract.errors import Busy
 from ..contract.launch import LaunchSpec, Node
 from ..transports.protocol import Stream, Transport
@@ -32,7 +33,8 @@ class Submission:
     """What goes to the other side: written into the run folder before anything starts.
 
     ``files`` are relative to the run folder (``attempts/1/script``, ``attempts/1/launch.json``, …);
-    ``blobs`` are shipped bytes by SHA-256 and suffix (runtime zip, code bundle), sent only where lacking.
+    ``blobs`` are shipped bytes by SHA-256 and suffix (the runtime zip; a bundle of an older launcher's), sent only
+    where lacking; of ``code``, the job's tree, what is lacking.
     ``secrets`` go into one 0600 file outside the run folder (LaunchSpec.secrets_file), never elsewhere.
     """
 
@@ -44,6 +46,7 @@ class Submission:
     files: Mapping[str, bytes]
     blobs: Mapping[str, bytes]  # "<sha256>.zip" → bytes
     secrets: Mapping[str, str] = field(default_factory=dict)
+    code: Shipment | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,11 @@ class Finding:
 class Backend(Protocol):
     name: Literal["slurm", "direct"]
 
-    def sent(self, blob: str) -> bool:
-        """Whether this blob (``<sha256>.tar.gz``) had to be sent to some machine; the others had it already."""
+    def expect(self, code: Shipment) -> None:
+        """This code will be submitted: the first question to a machine asks about it too, which spares a second."""
+
+    def sent(self) -> Mapping[str, frozenset[str]]:
+        """By machine that a submission's code was brought to: which of its contents (SHA-256) had to be sent there."""
 
     def places(self) -> Sequence[Place]:
         """Where run folders lie; connects on first use. Raises Unreachable or Refused."""

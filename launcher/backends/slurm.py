@@ -24,6 +24,7 @@ from .protocol import Finding, Handle, Place, Poll, Submission
 from .states import state_of, why_queued
 
 if TYPE_CHECKING:
+    from ..bundles import Shipment
     from ..specs.models import Cluster
 
 _GONE_S = 60.0  # scancel ends steps at once; what ignores SIGTERM is killed after Slurm's KillWait
@@ -41,8 +42,11 @@ class SlurmBackend:
 
     # --- places -----------------------------------------------------------------------------------
 
-    def sent(self, blob: str) -> bool:
-        return blob in self._caller.sent
+    def expect(self, code: Shipment) -> None:
+        self._caller.expected = code
+
+    def sent(self) -> Mapping[str, frozenset[str]]:
+        return dict(self._caller.sent)
 
     def places(self) -> Sequence[Place]:
         login = self._login
@@ -78,6 +82,8 @@ class SlurmBackend:
     def submit(self, submission: Submission) -> Handle:
         login = self._login
         self._caller.put_blobs(login, submission.blobs)
+        if submission.code is not None:
+            self._caller.put_code(login, submission.code)
         runs = self._caller.ready(login)
         request = attempt_files(submission, runs)
         if submission.launch.here is not None:

@@ -1,11 +1,23 @@
 """What travels to the cluster: the runtime (agent and engine) and the job's own tree.
 
-Both are content-addressed: equal bytes have an equal name and are sent once.
+Both are content-addressed: equal bytes have an equal name and are sent once, the tree's file by file.
 """
 
 from .blob import Bundle
 from .code import CodeBundle, code_bundle, code_root
 from .runtime import runtime_bundle
+from .shipment import GONE, Shipment, is_listing, keep
 from .tree import Wish
 
-__all__ = ["Bundle", "CodeBundle", "Wish", "code_bundle", "code_root", "runtime_bundle"]
+__all__ = [
+    "GONE",
+    "Bundle",
+    "CodeBundle",
+    "Shipment",
+    "Wish",
+    "code_bundle",
+    "code_root",
+    "is_listing",
+    "keep",
+    "runtime_bundle",
+]

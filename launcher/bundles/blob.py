@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Bundle:
-    """Bytes under their SHA-256. ``name`` is ``<sha256>.zip`` or ``<sha256>.tar.gz``."""
+    """Bytes under their SHA-256. ``name`` is ``<sha256>.zip`` or ``<sha256>.tree``; ``<sha256>.tar.gz`` is a tree that
+    an older launcher shipped."""
 
     name: str
     data: bytes = field(repr=False)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import io
+import hashlib
 import os
-import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..contract.bundle import SUFFIX, File, Link, Listing
 from ..contract.errors import UsageError
 from . import git
 from .blob import Bundle, named
@@ -20,7 +19,10 @@ from .tree import Tree, Wish, find, shown
 
 @dataclass(frozen=True)
 class CodeBundle(Bundle):
-    """The job's tree. ``commit`` is None outside git; ``changed_files`` are those that differ from it."""
+    """The job's tree: ``data`` is its listing, ``contents`` the bytes that it names, by SHA-256.
+
+    ``commit`` is None outside git; ``changed_files`` are those that differ from it.
+    """
 
     root: str = ""
     num_files: int = 0
@@ -34,6 +36,8 @@ class CodeBundle(Bundle):
     files: frozenset[str] = field(default=frozenset(), repr=False)  # names below ``root``
     diff: bytes = field(default=b"", repr=False)
     diff_cut: bool = False
+    contents: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    digests: tuple[str, ...] = field(default=(), repr=False)  # of every file that is no link
 
     @property
     def changed(self) -> int:
@@ -43,20 +47,36 @@ class CodeBundle(Bundle):
         """Whether ``path``, relative to the root, travels."""
         return os.path.normpath(path) in self.files
 
-    def sentence(self, moved: str = "") -> str:
-        """One line for whoever submits; ``moved`` says what became of it (``sent``, ``already there``)."""
+    def sentence(self, sent: Mapping[str, Collection[str]] | None = None) -> str:
+        """One line for whoever submits. ``sent``: by machine, the contents that had to be sent there."""
         words = [f"code: {_count(self.num_files, 'file')}, {told(self.num_bytes)}"]
         if self.in_git:
             plus = f" + {_count(self.changed, 'changed file')}" if self.changed else ""
             words.append(f"{f'commit {self.commit[:7]}' if self.commit else 'no commit yet'}{plus}")
         else:
             words.append(f"no git, all of {self.root}")
-        words += [moved] if moved else []
+        words += [self._moved(sent)] if sent is not None else []
         private = private_names(sorted(self.files))
         if private:
             some = ", ".join(shown(name) for name in private[:3]) + (", …" if len(private) > 3 else "")
             words.append(f"with {some} (keys? a line in .zerunignore keeps them here)")
         return ", ".join(words)
+
+    def _moved(self, sent: Mapping[str, Collection[str]]) -> str:
+        """``1 of 214 files sent (3 kB of 12 MB)``; of several machines, what the one got that lacked most."""
+        got = [
+            (sum(digest in new for digest in self.digests), sum(len(self.contents[digest]) for digest in new))
+            for new in sent.values()
+        ]
+        least, most = min(got, default=(0, 0)), max(got, default=(0, 0))
+        if not most[0]:
+            return "already there"
+        if least[0] == len(self.digests):
+            return "all sent"
+        to = f" to each of {len(got)} nodes" if least == most else " to the node that lacked most"
+        number, size = most
+        words = f"{number} of {_count(self.num_files, 'file')} sent{to if len(got) > 1 else ''}"
+        return f"{words} ({told(size)} of {told(self.num_bytes)})"
 
     def about(self) -> dict[str, Any]:
         """``code.json``: which bytes, from which commit, and what differed from it."""
@@ -96,11 +116,13 @@ def code_bundle(
     total = sum(len(d) for d in data.values() if d is not None)
     for name, secret in holders(((n, d) for n, d in data.items() if d is not None), secrets or {}):
         tree.notes.append(f"the value of the secret {secret} stands in {shown(name)}, which travels with the code")
-    bundle = named(_tar(base, data), ".tar.gz")
+    listing, contents = _listing(base, data)
+    bundle = named(listing.encode(), SUFFIX)
     state, diff, cut = _changes(tree, secrets or {})
     return CodeBundle(
         bundle.name, bundle.data, str(base), len(tree.files), total, tree.in_git, state.commit, state.branch,
         state.changed, tree.submodules, tuple(tree.notes), frozenset(tree.files), diff, cut,
+        contents, tuple(file.digest for file in listing.files),
     )  # fmt: skip
 
 
@@ -160,20 +182,15 @@ def _read(base: Path, name: str) -> bytes | None:
         ) from problem
 
 
-def _tar(base: Path, files: Mapping[str, bytes | None]) -> bytes:
-    buffer = io.BytesIO()
-    with (
-        gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0, compresslevel=6) as packed,
-        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
-    ):
-        for name, data in files.items():
-            path = base / name
-            info = tarfile.TarInfo(name)  # by hand: owner, times and hard links of this machine stay here
-            if data is None:
-                info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
-                archive.addfile(info)
-                continue
-            info.size = len(data)
-            info.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
+def _listing(base: Path, files: Mapping[str, bytes | None]) -> tuple[Listing, dict[str, bytes]]:
+    """Names, modes and targets of links, and every content once. Owner, times and hard links of this machine stay."""
+    found, links, contents = [], [], {}
+    for name, data in files.items():
+        path = base / name
+        if data is None:
+            links.append(Link(name, os.readlink(path)))
+            continue
+        digest = hashlib.sha256(data).hexdigest()
+        contents[digest] = data
+        found.append(File(name, digest, len(data), bool(path.stat().st_mode & 0o100)))
+    return Listing(tuple(found), tuple(links)), contents

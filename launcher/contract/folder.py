@@ -173,3 +173,8 @@ def rank_of(file_name: str) -> Optional[int]:
 def blob(runs: Union[str, PurePosixPath], digest: str, suffix: str) -> PurePosixPath:
     """Where shipped bytes with this SHA-256 lie: shared by every run below ``runs``."""
     return PurePosixPath(runs) / ".blobs" / f"{digest}{suffix}"
+
+
+def content(runs: Union[str, PurePosixPath], digest: str) -> PurePosixPath:
+    """Where the content with this SHA-256 of a shipped tree lies (contract.bundle)."""
+    return PurePosixPath(runs) / ".blobs" / "contents" / digest[:2] / digest

@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 import warnings
 import zipfile
@@ -15,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.code import unpack
-from launcher.bundles import CodeBundle, Wish, code_bundle, runtime_bundle
+from launcher.bundles import CodeBundle, Wish, code_bundle, keep, runtime_bundle
+from launcher.contract.bundle import decode
 from launcher.contract.errors import UsageError
 from launcher.contract.plain import dumps, loads
 
@@ -28,8 +28,9 @@ def git(folder: Path, *args: str) -> None:
 
 
 def contents(bundle: CodeBundle) -> dict[str, bytes]:
-    with tarfile.open(fileobj=io.BytesIO(bundle.data)) as archive:
-        return {m.name: (archive.extractfile(m).read() if m.isreg() else b"->" + m.linkname.encode()) for m in archive}  # type: ignore[union-attr]
+    listing = decode(bundle.data, bundle.name)
+    links = {link.name: b"->" + link.target.encode() for link in listing.links}
+    return links | {file.name: bundle.contents[file.digest] for file in listing.files}
 
 
 @pytest.fixture
@@ -58,8 +59,7 @@ def test_the_working_tree_travels_as_it_is_now(tree: Path) -> None:
         "untracked é.py": b"u",
         "run.sh": b"#!/bin/sh\n",
     }
-    with tarfile.open(fileobj=io.BytesIO(bundle.data)) as archive:
-        assert {m.name: m.mode for m in archive}["run.sh"] == 0o755
+    assert [f.name for f in decode(bundle.data, bundle.name).files if f.executable] == ["run.sh"]
     assert bundle.changed == 4
     assert "4 files" in bundle.sentence() and "+ 4 changed files" in bundle.sentence()
 
@@ -175,10 +175,11 @@ def test_names_of_any_bytes_arrive_and_unreadable_files_are_named(tree: Path, tm
     os.mkfifo(tree / ".zerunignore")
     with pytest.raises(UsageError, match=r"\.zerunignore cannot be read: .*no plain file"):
         code_bundle(tree, limit=LIMIT)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / bundle.name).write_bytes(bundle.data)
-    there = unpack(str(run / bundle.name), str(run))
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    keep(bundle, run.parent)
+    (run.parent / ".blobs" / bundle.name).write_bytes(bundle.data)
+    there = unpack(str(run.parent / ".blobs" / bundle.name), str(run))
     assert all((there / name).read_text() == "odd" for name in odd)
 
 
@@ -237,7 +238,7 @@ def test_what_differs_from_the_commit_is_kept_and_keys_are_named_not_shown(tree:
     git(tree, "add", ".")
     git(tree, "commit", "-qm", "second")
     clean = code_bundle(tree, limit=LIMIT)
-    assert not clean.about()["dirty"] and clean.diff == b"" and "with deploy.pem (keys?" in clean.sentence("sent")
+    assert not clean.about()["dirty"] and clean.diff == b"" and "with deploy.pem (keys?" in clean.sentence()
     (tree / "model.py").write_text("token = 'planted-secret'\n")
     (tree / "deploy.pem").write_text("-----BEGIN other")
     (tree / "gone.py").unlink()
