@@ -23,8 +23,15 @@ class Ends(Project):
     """The use cases after, or instead of, the end."""
 
     def cancel(self, run: str) -> RunState:
-        """Ends every process of the run on every node. Cancelling what has ended changes nothing."""
+        """Ends every process of the run on every node. Cancelling what has ended changes nothing.
+
+        Raises PartialAnswer naming nodes where something may be left, of this attempt or of an earlier one.
+        """
+        from .. import specs
+        from ..former import end_remembered
+
         loaded = self.store.load(self.resolve(run))
+        cluster = specs.cluster_from_plain(loaded.about["cluster"])
         backend = self.attempts.open_for(loaded)
         try:
             before = self.attempts.look(backend, [loaded])[0]
@@ -33,6 +40,7 @@ class Ends(Project):
                 # An agent that was killed could not end what its ranks had left in sessions of their own.
                 if before.state == "failed" and loaded.handle is not None:
                     backend.cancel(loaded.handle, loaded.name, before.attempt)
+                end_remembered(self.attempts, backend, cluster, loaded)
                 return before
             if before.state == "submitting":
                 raise UsageError(f"{loaded.name}: {before.why}", hint=f"zerun cancel {loaded.name} again, in a moment")
@@ -42,6 +50,7 @@ class Ends(Project):
             elif before.state == "unknown":
                 raise Unreachable(f"{loaded.name}: {before.why}", hint=f"zerun cancel {loaded.name} again, later")
             loaded = self.store.append(loaded, "cancelled", before.attempt, time.time())
+            end_remembered(self.attempts, backend, cluster, loaded)
             return self.attempts.look(backend, [loaded])[0]
         finally:
             backend.close()

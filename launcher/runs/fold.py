@@ -70,9 +70,7 @@ def _judge(run: Run, seen: Observation) -> tuple[State, str]:
         return _ended(run, seen)  # the agents went without a last word: power cut, or killed
     if living:
         return "running", ""
-    if records and seen.silent and all(r.state == "ended" and r.failure is not None for r in records):
-        # Who answers says how it ended. A node that is gone for good must not keep the run open for ever: what may
-        # still run there ends by itself, since an agent that hears from no other ends its ranks.
+    if _decided(run, seen):
         return _ended(run, seen)
     if seen.poll.state == "queued":
         return "queued", seen.poll.why or seen.poll.word
@@ -82,6 +80,20 @@ def _judge(run: Run, seen: Observation) -> tuple[State, str]:
         reasons = [seen.poll.why, *seen.silent.values()]
         return "unknown", next((r for r in reasons if r), "no answer")
     return _ended(run, seen)
+
+
+def _decided(run: Run, seen: Observation) -> bool:
+    """Whether those who answer say how it ended. A node that is gone for good must not keep the run open for ever: what
+    may still run there ends by itself, since an agent that hears from no other ends its ranks.
+
+    Without a scheduler one agent's word is all agents': the record of a machine that lost its power, which lies on a
+    shared disk as it stood, or of an agent that was killed says nothing more.
+    """
+    said = [r.state == "ended" and r.failure is not None for r in seen.records]
+    if seen.silent and said and all(said):
+        return True
+    direct = run.handle is not None and run.handle.backend == "direct"
+    return direct and any(said) and seen.poll.state not in ("running", "queued")
 
 
 def _without_handle(run: Run, seen: Observation) -> tuple[State, str]:

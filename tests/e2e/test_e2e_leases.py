@@ -143,3 +143,44 @@ def test_a_stranger_on_a_gpu(site: Site, testbed: Any, node_python: str) -> None
         site.zerun("submit", "jobs/p.yaml", "--cluster", "trainer", "--follow")
     finally:
         testbed.exec("node02", ["bash", "-c", f"kill {pid}; umount /usr/local/bin"], user=None, check=False)
+
+
+STARTS = """\
+import os, subprocess, sys, time
+if os.environ["LOCAL_RANK"] == "0":
+    subprocess.Popen(["sh", "-c", "sleep 600; : $0", os.environ["ZERUN_RUN_DIR"]], start_new_session=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.full
+def test_a_resume_elsewhere_ends_what_killed_agents_left(
+    rack: Site, testbed: Any, leftovers: Callable[[str], list[str]], wait_until: Callable[..., None]
+) -> None:
+    """On nodes that the next attempt does not use; one that does not answer is named, and holds nothing up."""
+    rack.write("script.py", STARTS)
+    rack.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=3, time="30:00", python="python3", more=""))
+    run = rack.zerun("submit", "jobs/p.yaml", "--cluster", "rack").stdout.strip()
+
+    def left(node: str) -> list[str]:
+        return [line for line in testbed.processes(node, run) if "sleep 600" in line]
+
+    nodes = ("node01", "node02", "node03")
+    wait_until(lambda: all(map(left, nodes)), 30, "the ranks did not come up")
+    for node in nodes[1:]:
+        record = testbed.exec(node, ["cat", f"/scratch/{testbed.user}/zerun/{run}/attempts/1/nodes/{node}.json"])
+        testbed.exec(node, ["kill", "-9", str(json.loads(record.stdout)["agent"]["pid"])], user=None)
+    wait_until(lambda: not left("node01"), 30, "the agent that lives did not stop")
+    assert left("node02") and left("node03")
+    testbed.cut("node03")
+    try:
+        assert rack.json("status", run)["state"] == "failed"
+        said = rack.zerun("resume", run, "--nodes", "1").stderr
+        assert "attempt 1 may still run on node03" in said and f"zerun cancel {run}" in said, said
+        assert not left("node02")
+    finally:
+        testbed.mend("node03")
+    assert left("node03"), "nothing was left to find"
+    wait_until(lambda: testbed.exec("node03", ["true"], check=False).returncode == 0, 20, "node03 is not back")
+    rack.zerun("cancel", run, code=None)
+    assert leftovers(run) == []

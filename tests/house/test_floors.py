@@ -22,6 +22,7 @@ FLOORS = {
     "choice": 5,
     "clearing": 5,
     "elsewhere": 5,
+    "former": 5,
     "compare": 6,
     "simulation": 5,
     "runs": 5,

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -86,6 +86,27 @@ STOPPED = Outcome("stopped", 30, checkpoint=30)
 def test_fold(run: Run, observation: Observation, state: str, exit_code: int | None) -> None:
     told = fold(run, observation)
     assert (told.state, told.exit_code) == (state, exit_code), told
+
+
+LOST = Failure("node_lost", "n1", "node n1 is lost: no word for 10 s", at=20.0)
+
+
+@pytest.mark.parametrize("backend", ["direct", "slurm"])
+def test_a_machine_without_power_does_not_keep_a_run_open(tmp_path: Path, backend: Literal["direct", "slurm"]) -> None:
+    """On a shared disk its record lies as it stood: it is the others' word that counts, where nobody requeues."""
+    store = RunStore(tmp_path)
+    made = store.create("j-20260101-000000-dddd", {"backend": backend})
+    made = store.append(made, "submitting", 1, 5.0, name="n", num_nodes=2)
+    made = store.append(made, "submitted", 1, 6.0, handle=to_plain(Handle(backend, {"agents": {}})))
+    stood = (node(0, "ended", rank(0, signal=15, stopped_by_us=True), failure=LOST), node(1, "running", rank(1)))
+    told = fold(made, seen(DOWN, *stood, alive=frozenset()))
+    assert told.state == ("failed" if backend == "direct" else "unknown"), told
+    if backend == "direct":
+        assert "n1" in told.why
+    # While an agent lives, the run does; without any agent's word nothing is known.
+    assert fold(made, seen(RUNNING, *stood, alive=frozenset(["n1"]))).state == "running"
+    assert fold(made, seen(RUNNING, *stood, alive=frozenset())).state == "running"
+    assert fold(made, seen(DOWN, stood[1], alive=frozenset())).state == "unknown"
 
 
 def test_a_rank_that_exits_75_is_a_failure_without_the_engines_own_record(run: Run) -> None:

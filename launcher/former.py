@@ -1,0 +1,104 @@
+"""What earlier attempts of a run may have left running, ended on every node before the next one begins.
+
+A killed agent's ranks go with it, but not what those had started: it would write into the run's folder beside the next
+attempt, which may run on other nodes. A node that does not answer holds up nothing: one that lost its power is the
+very reason to go on elsewhere. It is named, and kept in the journal (``left``) for the next resume or cancel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .attempts import Attempts
+from .backends.calls import side_by_side
+from .backends.protocol import Handle
+from .contract.errors import PartialAnswer, UsageError, ZerunError
+from .contract.holdings import read_json
+from .runs import Run
+
+if TYPE_CHECKING:
+    from .backends.protocol import Backend
+    from .specs.models import Cluster
+
+_AT_ONCE = 32
+
+
+def end_former(attempts: Attempts, backend: Backend, cluster: Cluster, run: Run, newest: int) -> list[str]:
+    """Ends what is left of the run's attempts up to ``newest``; a line for each that some node was not asked about."""
+    if backend.name != "direct":
+        return []  # Slurm ends what it started
+    told = []
+    for number in range(1, newest + 1):
+        nodes = _named(run, number)
+        if nodes is None and number == newest:
+            nodes = _nodes_of(run, number)
+        silent = _end(attempts, backend, cluster, run, (number, nodes or ()))
+        if silent:
+            told.append(
+                f"attempt {number} may still run on {_list(silent)}: the next one goes on without knowing; "
+                f"zerun cancel {run.name} ends what is left there, once it answers"
+            )
+    return told
+
+
+def end_remembered(attempts: Attempts, backend: Backend, cluster: Cluster, run: Run) -> None:
+    """Ends what attempts left on nodes that did not answer a resume. Raises PartialAnswer where they still do not."""
+    silent: dict[str, str] = {}
+    for number in range(1, run.attempt + 1):
+        silent.update(_end(attempts, backend, cluster, run, (number, _named(run, number) or ())))
+    if silent:
+        raise PartialAnswer(
+            f"an earlier attempt may still run on {_list(silent)}", hint=f"zerun cancel {run.name} again, later"
+        )
+
+
+def _end(
+    attempts: Attempts, backend: Backend, cluster: Cluster, run: Run, what: tuple[int, Sequence[str]]
+) -> dict[str, str]:
+    """The nodes that could not be asked, with the reason; also noted in the journal."""
+    number, nodes = what
+    known = {entry.name for entry in cluster.node_list}
+    data = _handle_of(run, number)
+
+    def one(node: str) -> None:
+        if node not in known:
+            raise ZerunError("it is no longer in the cluster's description")
+        try:
+            backend.cancel(Handle("direct", {**data, "agents": {node: {}}}), run.name, number)
+        except UsageError as problem:
+            if "launch.json" not in problem.message:  # else nothing of the attempt ever came there
+                raise
+
+    asked = side_by_side(one, nodes, _AT_ONCE)
+    silent = {node: problem.message for node, _, problem in asked if problem is not None}
+    if silent or (nodes and run.last("left", attempt=number) is not None):
+        attempts.store.append(run, "left", number, time.time(), nodes=sorted(silent))
+    return silent
+
+
+def _list(silent: Mapping[str, str]) -> str:
+    return ", ".join(f"{node} ({why})" for node, why in silent.items())
+
+
+def _named(run: Run, attempt: int) -> list[str] | None:
+    event = run.last("left", attempt=attempt)
+    return [str(node) for node in event.data.get("nodes", ())] if event is not None else None
+
+
+def _handle_of(run: Run, attempt: int) -> Mapping[str, Any]:
+    event = run.last("submitted", attempt=attempt)
+    handle = event.data.get("handle") if event is not None else None
+    data = handle.get("data") if isinstance(handle, dict) else None
+    return data if isinstance(data, dict) else {}
+
+
+def _nodes_of(run: Run, attempt: int) -> list[str]:
+    """The nodes that an attempt was sent to: its own description tells, or what answered its submit."""
+    launch = read_json(str(run.paths.attempt(attempt).launch))
+    nodes = launch.get("nodes") if isinstance(launch, dict) else None
+    if isinstance(nodes, list):
+        return [str(node["name"]) for node in nodes if isinstance(node, dict) and "name" in node]
+    agents = _handle_of(run, attempt).get("agents")
+    return list(agents) if isinstance(agents, dict) else []
