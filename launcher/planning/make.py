@@ -11,6 +11,7 @@ from ..contract.errors import UsageError
 from ..contract.launch import Program
 from ..contract.partition import Layout
 from ..contract.topology import Topology
+from ..specs import idle
 from ..specs.models import Checkpoint, Cluster, Data, FactoryModel, GptModel, Job, Optimizer, Zero
 from . import batch as batches
 from . import options, shapes, unlike, verdict
@@ -63,7 +64,8 @@ def draft_plan(
     """:func:`make_plan` without looking for changes that would fit."""
     wanted = job.nodes if nodes is None else nodes
     chosen, reasons = choose_nodes(cluster, wanted, job.slots_per_node if slots is None else slots)
-    told = (*pool_remarks(job, cluster), *unlike.remarks(cluster, chosen), *disk_remarks(job, cluster, chosen))
+    told = (*idle.words(job), *pool_remarks(job, cluster), *unlike.remarks(cluster, chosen))
+    told += disk_remarks(job, cluster, chosen)
     cluster, unfit = unlike.on_nodes(cluster, chosen)
     reasons += unfit
     reasons += check_precision(job, cluster)

@@ -62,6 +62,10 @@ class Document:
                 return self.keys.get(part, found) if length < len(loc) else found
         return Place(self.file, 0, 0)
 
+    def is_set(self, loc: Loc) -> bool:
+        """Whether what ``loc`` says comes from a ``--set``."""
+        return self.place(loc).file != self.file
+
     def wrong(self, loc: Loc, message: str, *, at_key: bool = False, offset: int | None = None) -> None:
         self.problems.append(self.place(loc, at_key=at_key).problem(message, offset))
 

@@ -19,6 +19,7 @@ from ..contract.errors import DescriptionError, UsageError
 from . import nodelist
 from .description import Description
 from .document import Document, Place, apply_set, read
+from .idle import refuse_idle
 from .mistakes import did_you_mean
 from .models import Cluster, Job, NodeEntry, Nodes
 from .pools import in_pool
@@ -61,11 +62,13 @@ def parse_text(
     folder = Path(filename).absolute().parent
     if kind == "job":
         job = _validated(Job, document)
+        refuse_idle(document, kind)
         _raise(document)
         assert job is not None
         return _resolved_job(job, folder)
     cluster = _validated(Cluster, document)
     entries = _hostfile_entries(document, folder)
+    refuse_idle(document, kind)
     _raise(document)
     assert cluster is not None
     return in_pool(_resolved_cluster(cluster, entries, folder))
@@ -114,7 +117,8 @@ def find_cluster(name_or_path: str, search: Sequence[Path]) -> Path:
 def describe(model: Cluster | Job) -> dict[str, Any]:
     """The resolved description as plain data, kept in ``run.json``; what says nothing is left out.
 
-    Written as YAML it is a valid description again, but for the hosts that came out of a hostfile.
+    Written as YAML it is a valid description again, but for the hosts that came out of a hostfile, and for keys that
+    a ``--set`` over others left without a meaning: two runs must not differ in what nobody changed.
     """
     plain: dict[str, Any] = _without_nulls(model.model_dump(mode="json", by_alias=True, exclude=set(model.unsaid())))
     if isinstance(model, Cluster) and "slurm" in plain:

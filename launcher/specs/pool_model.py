@@ -61,7 +61,7 @@ def pool_mistakes(given: Mapping[str, Any], backend: str) -> Iterator[Mistake]:
             yield Mistake(("pools", name), message, at_key=True)
         if not isinstance(pool, Mapping):
             continue  # its own type says so
-        problem = _like_problem(str(name), pools)
+        problem = like_problem(str(name), pools)
         if problem:
             yield Mistake(("pools", name, "like"), problem)
             continue
@@ -73,7 +73,8 @@ def unknown_pool(name: str, pools: Mapping[str, Any]) -> str:
     return f"there is no pool {name!r}{did_you_mean(name, pools)}; the cluster has {', '.join(pools)}"
 
 
-def _like_problem(name: str, pools: Mapping[str, Any]) -> str | None:
+def like_problem(name: str, pools: Mapping[str, Any]) -> str | None:
+    """Why nobody can say what the pool takes from others; None where that can be followed to its end."""
     seen, at = [name], name
     while isinstance(pools[at], Mapping) and isinstance(pools[at].get("like"), str):
         at = str(pools[at]["like"])
@@ -85,15 +86,15 @@ def _like_problem(name: str, pools: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _said(name: str, key: str, pools: Mapping[str, Any]) -> Any:
+def said_of(name: str, key: str, pools: Mapping[str, Any]) -> Any:
     """What a pool says of a key, itself or through the pool that it is like. No circles."""
-    pool = pools[name]
+    pool = pools.get(name)
     if not isinstance(pool, Mapping):
         return None
     if pool.get(key) is not None:
         return pool[key]
     like = pool.get("like")
-    return _said(str(like), key, pools) if isinstance(like, str) else None
+    return said_of(str(like), key, pools) if isinstance(like, str) else None
 
 
 def _of_one(name: str, pools: Mapping[str, Any], slurm: Mapping[str, Any], backend: str) -> Iterator[Mistake]:
@@ -102,10 +103,10 @@ def _of_one(name: str, pools: Mapping[str, Any], slurm: Mapping[str, Any], backe
         for key in SLURM_KEYS:
             if pool.get(key) is not None:
                 yield Mistake(("pools", name, key), f"{key!r} is for backend: slurm", at_key=True)
-        if _said(name, "nodes", pools) is None:
+        if said_of(name, "nodes", pools) is None:
             yield Mistake(("pools", name), "backend: direct needs the pool's nodes: node[01-04]", at_key=True)
         return
-    gpus_by = _said(name, "gpus_by", pools) or slurm.get("gpus_by") or "none"
+    gpus_by = said_of(name, "gpus_by", pools) or slurm.get("gpus_by") or "none"
     if pool.get("gpu_type") is not None and gpus_by == "none":
         message = "gpu_type needs gpus_by: gres or gpus_by: gpus-per-node, here or under slurm"
         yield Mistake(("pools", name, "gpu_type"), message)

@@ -238,3 +238,10 @@ def test_what_a_lost_disk_costs_is_said_where_nothing_is_shared() -> None:
     assert remarks(0, nodes=1) == "" and "makes no copies here: there is one node" in remarks(1, nodes=1)
     shared = {"runs": "/runs"}
     assert remarks(0, paths=shared) == "" and "makes no copies here: runs lie on a shared" in remarks(1, paths=shared)
+
+
+def test_what_a_set_leaves_idle_is_a_remark_of_the_plan() -> None:
+    kept = job(zero={"stage": 3, "reshard": "keep"})
+    assert make_plan(kept, slurm()).remarks == ()
+    over = kept.model_copy(update={"zero": kept.zero.model_copy(update={"stage": 1})}) if kept.zero else kept
+    assert [remark.split()[0] for remark in make_plan(over, slurm()).remarks] == ["zero.reshard"]
