@@ -246,6 +246,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Checkpoint.background": ("`true` `false`", "training waits for a copy in host memory alone (its bytes are a line of the plan), which is written while it goes on"),
     "Checkpoint.foreign": ("pattern", "of a `program`: each match, a folder or a file, is one of its own checkpoints; listed, collected with digests, handed back as `ZERUN_RESUME_FROM`, never loaded. The last number in its name is its step"),
     "Checkpoint.whole_when": ("file name", "what is there once a checkpoint of the program's own is whole: inside the folder, or beside it where `{}` stands for its name (`{}.done`). Left out: a match is whole, and the program renames what it has finished"),
+    "Checkpoint.hand_back": ("`everywhere` `in_place`", "at a resume where nothing is shared: every node of it gets all files of the program's checkpoint, or each keeps what it has"),
     "Checkpoint.replicas": ("0 to 8", "where nothing is shared: copies of each shard on so many nodes after its own, made in the background, so that as many lost disks lose no checkpoint"),
     "Checkpoint.every": ("steps, or a duration", "`50` or `30min`"),
     "Checkpoint.keep": ("1 or more", "the newest that stay; left out: all"),

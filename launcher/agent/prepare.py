@@ -17,7 +17,7 @@ from typing import BinaryIO, Callable, Dict, Mapping, Optional, cast
 
 from ..contract.errors import ZerunError
 from ..contract.launch import LaunchSpec
-from . import code, environment, processes, staging
+from . import code, environment, handed, processes, staging
 from .loop import Loop
 from .state import last_lines
 
@@ -60,6 +60,7 @@ class Preparation:
         try:
             if mine:
                 folder = code.unpack(bundle, self._spec.run_dir)
+                handed.place(self._spec)
             else:
                 folder = code.wait_for(bundle, self._spec.run_dir, lambda: self._given_up)
         except (ZerunError, OSError, tarfile.TarError, EOFError, zlib.error, ValueError) as problem:

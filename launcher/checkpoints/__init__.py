@@ -5,7 +5,9 @@ Reads manifests and raw shards; never unpickles, never needs torch.
 
 from .collect import Collected, collect
 from .found import Candidate, candidates, choose, explain, local_steps, newest_whole
-from .stage import needed_shards, relayout, stage
+from .hand_back import hand_back
+from .needed import needed_shards, relayout
+from .stage import stage
 from .verify import Report, ShardProblem, verify
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "choose",
     "collect",
     "explain",
+    "hand_back",
     "local_steps",
     "needed_shards",
     "newest_whole",

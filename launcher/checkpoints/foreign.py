@@ -142,6 +142,15 @@ def prove(
     return len(files)
 
 
+def at_home(home: Path, name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The files of a checkpoint that is at home and is still what its nodes told, by path: bytes, digest, node. None
+    where it was not brought, or is damaged."""
+    if name not in collected(home):
+        return {}
+    files = _brought(home, name)
+    return {} if _wrong(home, files) else files
+
+
 def collected(home: Path) -> list[str]:
     """Names of the program's own checkpoints that were brought home, in the order they were."""
     record = read_json(str(home / RECORD))
@@ -187,12 +196,13 @@ def _wrong(home: Path, files: Rows) -> dict[str, str]:
             found[name] = "is missing"
         elif path.stat().st_size != row["bytes"]:
             found[name] = f"has {path.stat().st_size} bytes of {row['bytes']}"
-        elif row["digest"] is None or _digest(path, str(row["digest"])) != row["digest"]:
+        elif row["digest"] is None or digest_of(path, str(row["digest"])) != row["digest"]:
             found[name] = f"is not {row['digest']}, which it was on its node"
     return found
 
 
-def _digest(path: Path, like: str) -> str:
+def digest_of(path: Path, like: str) -> str:
+    """The digest of a file here, by the algorithm that ``like`` names."""
     import hashlib
 
     algorithm = like.partition(":")[0]

@@ -156,6 +156,17 @@ def foreign_here(run_dir: str, foreign: Optional[Foreign]) -> List[Dict[str, Any
     return sorted(found, key=lambda row: (row["step"] or 0, row["written_at"]))
 
 
+def files_of(run_dir: str, name: str) -> List[Dict[str, Any]]:
+    """The plain files of the checkpoint ``name`` that lie here, ``{path, bytes, modified}``; none where a link leads
+    there."""
+    path = os.path.join(run_dir, name)
+    if not is_kept(name) or os.path.realpath(path) != os.path.join(os.path.realpath(run_dir), name):
+        return []
+    if os.path.isdir(path):
+        return _below(run_dir, name)
+    return [_row(name, os.lstat(path))] if os.path.isfile(path) else []
+
+
 def _lacks(run_dir: str, name: str, whole_when: str) -> Optional[str]:
     """The name of the file that would make it whole, where that is missing."""
     path = os.path.join(run_dir, marker_of(name, whole_when))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_serializer
 
@@ -16,6 +16,7 @@ from .values import (
     Flag,
     Seconds,
     Whole,
+    choice,
     whole_or_none,
 )
 
@@ -44,7 +45,8 @@ def _every(value: Any) -> tuple[str, int]:
 class Checkpoint(Description):
     """Written ``every: 50`` (steps) or ``every: 30min``; the newest ``keep`` stay (left out: all).
 
-    A program's own: ``foreign`` is a pattern of which each match is one, ``whole_when`` the file that makes it whole.
+    A program's own: ``foreign`` is a pattern of which each match is one, ``whole_when`` the file that makes it whole;
+    ``hand_back`` says whether every node gets all of it at a resume where each keeps its own disk.
     """
 
     LOADER_ONLY: ClassVar[frozenset[str]] = frozenset({"every_steps", "every_s"})
@@ -56,6 +58,7 @@ class Checkpoint(Description):
     replicas: Annotated[Whole, Field(le=8)] = 0  # without a shared filesystem: copies on the nodes after a shard's own
     foreign: Pattern | None = None
     whole_when: WholeWhen | None = None
+    hand_back: Annotated[Literal["everywhere", "in_place"], choice("everywhere", "in_place")] = "everywhere"
 
     @classmethod
     def keys(cls, *, written: bool) -> list[str]:
@@ -81,13 +84,14 @@ class Checkpoint(Description):
                 yield Mistake(("every",), str(problem))
         if len({"every", "every_steps", "every_s"} & set(given)) > 1:
             yield Mistake((), "every is given twice")
-        if "whole_when" in given and "foreign" not in given:
-            yield Mistake(("whole_when",), "whole_when goes with foreign", at_key=True)
+        for key in ("whole_when", "hand_back"):
+            if key in given and "foreign" not in given:
+                yield Mistake((key,), f"{key} goes with foreign", at_key=True)
 
     @model_serializer
     def _as_written(self) -> dict[str, Any]:
         every = self.every_steps if self.every_s is None else f"{self.every_s}s"
-        own = {"foreign": self.foreign, "whole_when": self.whole_when}
+        own = {"foreign": self.foreign, "whole_when": self.whole_when, "hand_back": self.hand_back}
         if self.foreign is not None:
             return own
         return {"every": every, "keep": self.keep, "background": self.background, "replicas": self.replicas}

@@ -27,8 +27,11 @@ def save(step, whole):
 
 
 if begun:
-    mine = pathlib.Path(begun, f"rank-{rank}.pt").read_bytes()
-    print(f"rank {rank} goes on from {os.path.relpath(begun, run)}: {len(mine)} bytes of {mine[0]}", flush=True)
+    all = {path.name: path.read_bytes() for path in sorted(pathlib.Path(begun).iterdir())}
+    told = ", ".join(f"{name} {len(data)}x{data[:1].hex()}" for name, data in all.items())
+    print(f"rank {rank} goes on from {os.path.relpath(begun, run)}: {told}", flush=True)
+    data = os.environ["ZERUN_DATA_TRAIN"]
+    print(f"rank {rank} reads {data.startswith('/scratch/trainer/fast/')} {len(open(data, 'rb').read())}", flush=True)
     sys.exit()
 samples = pathlib.Path("samples", "deep")
 samples.mkdir(parents=True)
@@ -61,6 +64,7 @@ time: 18s
 code: {root: ..}
 program: {argv: [python, train.py], stop_signal: USR1, stop_grace: 10s}
 checkpoint: {foreign: "ck/*", whole_when: DONE}
+data: {tokens: held.bin, stage_to: node_local}
 outputs: ["samples/**", "$ZERUN_RUN_DIR/out/*"]
 """
 
@@ -68,10 +72,13 @@ outputs: ["samples/**", "$ZERUN_RUN_DIR/out/*"]
 @pytest.mark.full
 def test_a_programs_checkpoints_are_listed_brought_home_proven_and_handed_back(rack: Site, testbed: Any) -> None:
     rack.write("train.py", OWN)
+    rack.write("held.bin", "token" * 1800)
+    cluster = rack.folder / "clusters" / "rack.yaml"
+    cluster.write_text(cluster.read_text().replace("shared: false", "shared: false, node_local: /scratch/$USER/fast"))
     rack.write("jobs/own.yaml", JOB)
     submitted = rack.zerun("submit", "jobs/own.yaml", "--cluster", "rack", "--follow", code=75)
     run = submitted.stdout.strip()
-    assert ", sent" in submitted.stderr and json.loads((rack.run_folder(run) / "code.json").read_text())["files"] >= 3
+    assert " sent" in submitted.stderr and json.loads((rack.run_folder(run) / "code.json").read_text())["files"] >= 3
     assert rack.json("status", run)["state"] == "stopped"
     found = [(c["name"], c["step"], c["whole"], c["bytes"]) for c in rack.json("ckpt", "ls", run)]
     assert found == [
@@ -97,10 +104,14 @@ def test_a_programs_checkpoints_are_listed_brought_home_proven_and_handed_back(r
     earlier = rack.json("collect", run, "--checkpoint", "9")
     assert earlier["name"] == "code/ck/step-9"
     assert "no checkpoint of step 4" in rack.zerun("resume", run, "--step", "4", code=2).stderr
-    again = rack.zerun("resume", run, "--follow")
+    # On one node more: each gets all of it, also what one node alone had written, before its ranks start.
+    again = rack.zerun("resume", run, "--nodes", "3", "--follow")
     assert "code/ck/step-30: DONE is not there" in again.stderr and "code/ck/step-20: whole, taken" in again.stderr
     logs = rack.zerun("logs", run).stdout
-    assert "rank 1 goes on from code/ck/step-20: 5000 bytes of 1" in logs
+    assert "code/ck/step-20, from node to node: 1 file (4.9 KiB) node02 → node01; 2 files" in again.stderr
+    for rank in range(3):
+        assert f"rank {rank} goes on from code/ck/step-20: DONE 0x, rank-0.pt 5000x00, rank-1.pt 5000x01" in logs
+        assert f"rank {rank} reads True 9000" in logs
     assert json.loads((home / "attempts/2/launch.json").read_text())["resume_from"] == "code/ck/step-20"
 
 

@@ -29,8 +29,9 @@ sys.exit(stream(json.load(sys.stdin), sys.stdout.buffer))
 _SERVE = _TAIL.replace("tail import stream", "pull import serve").replace("stream(", "serve(")
 _VERB = """
 import importlib, json, sys
+from launcher.agent.main import _JSON_VERBS
 verb = sys.argv[1]
-json.dump(getattr(importlib.import_module("launcher.agent." + verb), verb)(json.load(sys.stdin)), sys.stdout)
+json.dump(getattr(importlib.import_module(_JSON_VERBS[verb], "launcher.agent"), verb)(json.load(sys.stdin)), sys.stdout)
 """
 
 
@@ -154,7 +155,7 @@ class LocalBackend:
         return stream
 
     def serve(self, place: Place, request: Mapping[str, Any]) -> LocalStream:
-        if place.transport.name in self.down or self.apart:
+        if place.transport.name in self.down or (self.apart and "ranges" not in request):
             raise Unreachable(f"{place.transport.name}: no route to host")
         return LocalStream([AGENT_PYTHON, "-c", _SERVE], json.dumps(request).encode())
 

@@ -1,0 +1,55 @@
+"""The verb ``pieces``: what of a program's own checkpoint lies here, which attempt wrote it, and its digests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from ..contract.holdings import attempt_numbers, names_in, read_json
+from ..contract.kept import files_of
+from .data import read
+from .digest import digest as digest_here
+from .space import free_bytes
+
+
+def pieces(request: Dict[str, Any]) -> Dict[str, Any]:
+    """``{run_dir, name, marker, python, setup}`` → ``{files: [{path, bytes, modified, digest, attempt}], free_bytes}``.
+
+    ``attempt`` is the newest that had begun on this node, by its own clock, when the file was written last; 0 when
+    none had, or it came from elsewhere.
+    """
+    run_dir, name, marker = str(request["run_dir"]), str(request["name"]), request.get("marker")
+    found = files_of(run_dir, name)
+    if marker and str(marker) not in [row["path"] for row in found]:
+        found += files_of(run_dir, str(marker))
+    told = digests_of({os.path.join(run_dir, row["path"]): None for row in found}, request)
+    begun = _begun(run_dir)
+    files = [
+        {
+            **row,
+            "digest": told.get(os.path.join(run_dir, row["path"])),
+            "attempt": max([k for k, at in begun if at <= row["modified"]], default=0),
+        }
+        for row in found
+    ]
+    at = run_dir if os.path.isdir(run_dir) else os.path.dirname(run_dir)
+    return {"files": files, "free_bytes": free_bytes(at)}
+
+
+def digests_of(paths: Mapping[str, Optional[str]], request: Mapping[str, Any]) -> Dict[str, Optional[str]]:
+    """By the ranks' Python, after ``setup``."""
+    if paths and request.get("python") and os.path.isfile(sys.argv[0]):
+        return read(paths, str(request["python"]), str(request.get("setup") or ""))
+    return dict(digest_here({"files": dict(paths)})["digests"])
+
+
+def _begun(run_dir: str) -> List[Tuple[int, float]]:
+    """When each attempt began on this node, by its record here."""
+    found = []
+    for number in attempt_numbers(run_dir):
+        folder = os.path.join(run_dir, "attempts", str(number), "nodes")
+        records = [read_json(os.path.join(folder, name)) for name in names_in(folder) if name.endswith(".json")]
+        times = [r["started_at"] for r in records if isinstance(r, dict) and isinstance(r.get("started_at"), float)]
+        found += [(number, min(times))] if times else []
+    return found
