@@ -7,7 +7,8 @@ import importlib
 import json
 import os
 import subprocess
-from typing import Callable, List, Optional, Sequence, Tuple
+from contextlib import contextmanager
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 from ..contract.errors import UsageError
 from ..contract.manifest import BLOCK_BYTES
@@ -21,6 +22,12 @@ with open(sys.argv[1], "rb") as file:
     print(json.dumps([xxhash.xxh3_128_hexdigest(block) for block in blocks]))
 """
 
+_PIPE = """
+import sys, xxhash
+while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
+    print(xxhash.xxh3_128_hexdigest(sys.stdin.buffer.read(size)), flush=True)
+"""
+
 
 class _Hash128(ctypes.Structure):
     _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
@@ -32,18 +39,56 @@ def wrong_block(path: str, blocks: Sequence[str], python: Optional[str]) -> Tupl
     Tried in turn: the package xxhash, the system's libxxhash, and ``python``, which the ranks use. Raises UsageError
     when none of them is there.
     """
-    for name, find in (("xxhash", _by_package), ("libxxhash", _by_library)):
+    for name, find in _inside():
         digest = find()
         if digest is not None:
             return _first_wrong(path, blocks, digest), name
     found = _by_python(path, python) if python and os.path.isabs(python) else None
     if found is None:
-        raise UsageError(
-            "nothing here computes the manifest's digests",
-            hint="install libxxhash, or give `python:` as an absolute path",
-        )
+        raise _nothing()
     wrong = next((i for i, right in enumerate(blocks) if i >= len(found) or found[i] != right), None)
     return wrong, str(python)
+
+
+@contextmanager
+def digester(python: Optional[str]) -> Iterator[Digest]:
+    """A function of bytes that are in memory here, by the same ways as :func:`wrong_block`."""
+    for _, find in _inside():
+        digest = find()
+        if digest is not None:
+            yield digest
+            return
+    if not python or not os.path.isabs(python):
+        raise _nothing()
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        helper = subprocess.Popen([python, "-c", _PIPE], **piped)  # type: ignore[call-overload]
+    except OSError:
+        raise _nothing() from None
+
+    def by_python(data: bytes) -> str:
+        try:
+            helper.stdin.write(len(data).to_bytes(8, "little") + data)
+            helper.stdin.flush()
+        except OSError:
+            raise _nothing() from None
+        said = helper.stdout.readline().decode("ascii").strip()
+        if len(said) != 32:
+            raise _nothing()
+        return str(said)
+
+    with helper:
+        try:
+            yield by_python
+        finally:
+            helper.kill()
+
+
+def _nothing() -> UsageError:
+    return UsageError(
+        "nothing here computes the manifest's digests",
+        hint="install libxxhash, or give `python:` as an absolute path",
+    )
 
 
 def _first_wrong(path: str, blocks: Sequence[str], digest: Digest) -> Optional[int]:
@@ -75,6 +120,10 @@ def _by_library() -> Optional[Digest]:
         return f"{found.high:016x}{found.low:016x}"
 
     return digest
+
+
+def _inside() -> Tuple[Tuple[str, Callable[[], Optional[Digest]]], ...]:
+    return ("xxhash", _by_package), ("libxxhash", _by_library)
 
 
 def _by_python(path: str, python: str) -> Optional[List[str]]:

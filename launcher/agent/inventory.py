@@ -13,20 +13,22 @@ from typing import Any, Dict, List, Optional
 
 from ..contract.damage import damage_in
 from ..contract.errors import UsageError
-from ..contract.folder import rank_of, step_of
+from ..contract.folder import RunFolder, rank_of, step_of
 from ..contract.holdings import checkpoints_here, identity, is_checkpoint_file, is_collected, record_digest
+from .held import held_in
 from .own_files import foreign_of, outputs_of
 
 
 def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
-    """``{run_dir, checkpoint}`` → ``{files, checkpoint, outputs, foreign, rsync, identity}``; sizes in bytes,
+    """``{run_dir, checkpoint, ranges}`` → ``{files, checkpoint, outputs, foreign, rsync, identity}``; sizes in bytes,
     records with a ``digest``.
 
-    ``checkpoint`` is ``newest`` (the newest that is whole as far as this place can tell), a step or null.
+    ``checkpoint`` is ``newest`` (the newest that is whole as far as this place can tell), a step or null. With
+    ``ranges`` it tells the shards' headers too, and which ranges of other shards are here (:mod:`.held`).
     ``identity`` tells whether this folder and another are the same one.
     """
     try:
-        run_dir, wanted = str(request["run_dir"]), request.get("checkpoint")
+        run_dir, wanted, ranges = str(request["run_dir"]), request.get("checkpoint"), bool(request.get("ranges"))
         wanted = wanted if wanted in (None, "newest") else int(wanted)
     except (KeyError, TypeError, ValueError) as problem:
         raise UsageError(f"inventory: the request cannot be read: {problem!r}") from problem
@@ -35,9 +37,12 @@ def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
     for row in files:
         digest = record_digest(os.path.join(run_dir, row["path"]))
         row.update({} if digest is None else {"digest": digest})
+    checkpoint = _checkpoint(run_dir, wanted)
+    if ranges and checkpoint is not None:
+        checkpoint.update(held_in(str(RunFolder.at(*os.path.split(run_dir)).checkpoint(checkpoint["step"]).root)))
     return {
         "files": files,
-        "checkpoint": _checkpoint(run_dir, wanted),
+        "checkpoint": checkpoint,
         "outputs": outputs_of(run_dir),
         "foreign": foreign_of(run_dir),
         "rsync": shutil.which("rsync") is not None,

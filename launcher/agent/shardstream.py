@@ -7,7 +7,11 @@ nothing but shards of this run. ::
     client  {"file": "step-00000100/rank-00003.safetensors", "mac": …}
     server  {"bytes": n} and n bytes, or {"error": …}
 
-What arrives is written beside its place, held against the manifest's digests by the caller, then renamed.
+With ``"body": n, "sha": …`` in the question, n bytes of JSON follow it: which ranges of the shard, and its row of the
+manifest (``{"ranges": [[start, stop], …], "shard": {…}}``). The answer is then ``{"ranges": true}`` and a file of
+ranges (:mod:`..contract.ranges`), until the connection ends.
+
+What arrives is written beside its place, held against the manifest's digests, then renamed by the caller.
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ import secrets
 import socket
 import stat
 import threading
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ..contract.errors import NoSpace, Unreachable, VerificationFailed, ZerunError
+from ..contract.errors import NoSpace, Unreachable, UsageError, VerificationFailed, ZerunError
 from ..contract.launch import LaunchSpec
+from ..contract.ranges import Range, cut, prove
 from . import rendezvous
-from .digests import wrong_block
+from .digests import digester, wrong_block
 
 _NAME = re.compile(r"step-[0-9]{8,12}/rank-[0-9]{5,9}\.safetensors")
 _LINE_BYTES = 4096
+_BODY_BYTES = 2**28
 _CONNECT_S = 5.0
 _SILENCE_S = 30.0
 _CHUNK = 2**20
@@ -42,8 +48,12 @@ Address = Tuple[str, int]
 class Server:
     """Serves the shards below ``folder`` (RUN/checkpoints) from threads until :meth:`close`, or the process's end."""
 
-    def __init__(self, folder: str, token: str, ports: Any) -> None:
-        self._folder, self._token = folder, token
+    opens: Callable[[str, str], int]
+    """``opens(folder, name)`` opens a file that may be asked for, and raises OSError for any other."""
+
+    def __init__(self, folder: str, token: str, ports: Any, python: Optional[str] = None) -> None:
+        self._folder, self._token, self._python = folder, token, python
+        self.opens = _open
         self._listener = _listen(ports)
         self._room = threading.Semaphore(_AT_ONCE)
         self.port: int = self._listener.getsockname()[1]
@@ -66,21 +76,35 @@ class Server:
             nonce = secrets.token_hex(16)
             _say(connection, {"nonce": nonce})
             asked = _hear(connection)
-            name = str(asked.get("file"))
-            if not hmac.compare_digest(_mac(self._token, nonce, name), str(asked.get("mac"))):
+            name, sha = str(asked.get("file")), str(asked.get("sha", ""))
+            if not hmac.compare_digest(_mac(self._token, nonce, name, sha), str(asked.get("mac"))):
                 return
+            body = _hear_body(connection, asked.get("body", 0), sha)
             try:
-                handle = _open(self._folder, name)
+                handle = self.opens(self._folder, name)
             except OSError as problem:
                 _say(connection, {"error": problem.strerror or str(problem)})
                 return
             with os.fdopen(handle, "rb") as file:
+                if body:
+                    self._serve_ranges(connection, file, body)
+                    return
                 _say(connection, {"bytes": os.fstat(handle).st_size})
                 connection.sendfile(file)
 
+    def _serve_ranges(self, connection: socket.socket, file: Any, body: bytes) -> None:
+        asked = json.loads(body)
+        try:
+            with digester(self._python) as digest:
+                _say(connection, {"ranges": True})
+                for data in cut(file, asked["shard"], asked["ranges"], digest):
+                    connection.sendall(data)
+        except UsageError as problem:
+            _say(connection, {"error": problem.message, "hint": problem.hint})
+
 
 def server_of(spec: LaunchSpec) -> Server:
-    return Server(os.path.join(spec.run_dir, "checkpoints"), spec.token, spec.ports)
+    return Server(os.path.join(spec.run_dir, "checkpoints"), spec.token, spec.ports, spec.python)
 
 
 def fetch(sources: Sequence[Address], token: str, shard: Dict[str, Any], name: str, beside: str) -> None:
@@ -89,14 +113,36 @@ def fetch(sources: Sequence[Address], token: str, shard: Dict[str, Any], name: s
     The first of ``sources`` that answers is used. Raises Unreachable, NoSpace, VerificationFailed; ``beside`` is then
     gone again.
     """
+    with _arriving(sources, name, beside) as (connection, file):
+        told = _ask(connection, token, name, b"")
+        if told.get("bytes") != shard["bytes"]:
+            raise VerificationFailed(f"{name}: {told.get('error') or 'another size'} on {sources[0][0]}")
+        _receive(connection, file, int(shard["bytes"]), name)
+
+
+def fetch_ranges(
+    sources: Sequence[Address], token: str, shard: Dict[str, Any], ranges: Sequence[Range], beside: str, *, name: str
+) -> None:
+    """As :func:`fetch`, of a file of these ranges of the shard; every piece is proven when this returns. Raises
+    UsageError too, where nothing on the other side computes the manifest's digests."""
+    body = json.dumps({"ranges": ranges, "shard": shard}).encode("ascii")
+    with _arriving(sources, name, beside) as (connection, file):
+        told = _ask(connection, token, name, body)
+        if "ranges" not in told:
+            said = f"{name}: {told.get('error')} on {sources[0][0]}"
+            raise UsageError(said, hint=told["hint"]) if told.get("hint") else VerificationFailed(said)
+        while data := connection.recv(_CHUNK):
+            file.write(data)
+        file.flush()
+        prove(beside, shard, ranges)
+
+
+@contextlib.contextmanager
+def _arriving(sources: Sequence[Address], name: str, beside: str) -> Iterator[Tuple[socket.socket, Any]]:
+    """A connection, and the file that what comes is written to: durable at the end, gone where it fails."""
     try:
         with _connect(sources) as connection, open(beside, "wb") as file:
-            nonce = str(_hear(connection).get("nonce"))
-            _say(connection, {"file": name, "mac": _mac(token, nonce, name)})
-            told = _hear(connection)
-            if told.get("bytes") != shard["bytes"]:
-                raise VerificationFailed(f"{name}: {told.get('error') or 'another size'} on {sources[0][0]}")
-            _receive(connection, file, int(shard["bytes"]), name)
+            yield connection, file
             file.flush()
             os.fsync(file.fileno())
     except OSError as problem:
@@ -107,6 +153,15 @@ def fetch(sources: Sequence[Address], token: str, shard: Dict[str, Any], name: s
     except (ZerunError, ValueError) as problem:
         _forget(beside)
         raise problem if isinstance(problem, ZerunError) else Unreachable(f"{name}: {problem}") from problem
+
+
+def _ask(connection: socket.socket, token: str, name: str, body: bytes) -> Dict[str, Any]:
+    nonce = str(_hear(connection).get("nonce"))
+    sha = hashlib.sha256(body).hexdigest() if body else ""
+    more = {"body": len(body), "sha": sha} if body else {}
+    _say(connection, {"file": name, "mac": _mac(token, nonce, name, sha), **more})
+    connection.sendall(body)
+    return _hear(connection)
 
 
 def check(beside: str, shard: Dict[str, Any], python: Optional[str]) -> str:
@@ -169,8 +224,10 @@ def _receive(connection: socket.socket, file: Any, size: int, name: str) -> None
         left -= len(data)
 
 
-def _mac(token: str, nonce: str, name: str) -> str:
-    return hmac.new(token.encode("utf-8"), f"{nonce}\n{name}".encode("utf-8"), hashlib.sha256).hexdigest()
+def _mac(token: str, nonce: str, name: str, sha: str) -> str:
+    """``sha``: of the body that follows the question, empty where none does."""
+    said = "\n".join([nonce, name, *([sha] if sha else [])])
+    return hmac.new(token.encode("utf-8"), said.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
 def _open(folder: str, name: str) -> int:
@@ -199,6 +256,20 @@ def _hear(connection: socket.socket) -> Dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("a JSON object was expected")
     return message
+
+
+def _hear_body(connection: socket.socket, size: Any, sha: str) -> bytes:
+    if not isinstance(size, int) or not 0 <= size <= _BODY_BYTES:
+        raise ValueError("a question of a size that is not ours")
+    data = bytearray()
+    while len(data) < size:
+        more = connection.recv(min(_CHUNK, size - len(data)))
+        if not more:
+            raise ValueError("the other side hung up")
+        data += more
+    if size and hashlib.sha256(data).hexdigest() != sha:
+        raise ValueError("another question than the one that was signed")
+    return bytes(data)
 
 
 def _forget(path: str) -> None:

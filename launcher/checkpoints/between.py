@@ -1,4 +1,4 @@
-"""Shards and ranges of them from node to node, where nodes reach each other: only what cannot go that way passes this machine.
+"""Shards, or ranges of them, from node to node: only what cannot go that way passes this machine.
 
 The nodes that have them serve (agent verb ``serve``) for as long as this machine listens, the nodes that lack them
 pull, prove every block, and put all in place at once or nothing.

@@ -10,6 +10,7 @@ from typing import List, Tuple
 from .damage import is_note
 from .folder import rank_of
 from .holdings import REPLICAS, is_checkpoint_file
+from .ranges import is_ranges
 
 
 def remove_checkpoint(folder: str) -> Tuple[int, List[str]]:
@@ -61,4 +62,5 @@ def _is_ours(name: str) -> bool:
     """Also what was half written when its writer was killed: ``.rank-00003.safetensors.123.part``."""
     half = name.startswith(".") and name.endswith(".part")
     bare = name[1:].rsplit(".", 2)[0] if half else name
-    return bare == REPLICAS or is_checkpoint_file(bare) or is_note(bare) or (half and rank_of(name[1:]) is not None)
+    known = bare == REPLICAS or is_checkpoint_file(bare) or is_ranges(bare) or is_note(bare)
+    return known or (half and rank_of(name[1:]) is not None)

@@ -6,6 +6,7 @@ only the blocks of 16 MiB that a range touches are read, each checked against it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from ..contract.errors import JobFailed, NoSpace, VerificationFailed
 from ..contract.manifest import BLOCK_BYTES, ShardFile
-from ..contract.plain import open_file, sync_folder
+from ..contract.plain import open_file, sync_folder, to_plain, write_atomically
+from ..contract.ranges import NoRanges, Ranges, file_of
 
 _TAGS = {
     torch.float64: "F64",
@@ -157,30 +159,60 @@ class DamagedBlock(VerificationFailed):
 
 
 class Reader:
-    """Reads ranges of a shard file; every block is verified before any byte of it is used."""
+    """Reads ranges of a shard file, or of a file of ranges of it where the shard is not here; every block, or piece, is
+    verified before any byte of it is used."""
 
     def __init__(self, folder: Path, shard: ShardFile) -> None:
         self.path = folder / shard.file
         self.shard = shard
-        self._number = -1
+        self._begin = 0  # in the shard, of the block or piece that is held
         self._data = b""
+        self._ranges: Ranges | None = None
         try:
             self._file: BinaryIO = open_file(self.path)
+            size = os.fstat(self._file.fileno()).st_size
+            if size != shard.bytes:
+                self._file.close()
+                raise VerificationFailed(f"shard {self.path} of rank {shard.rank} has {size} bytes, not {shard.bytes}")
         except FileNotFoundError as error:
-            raise VerificationFailed(
-                f"shard {self.path} of rank {shard.rank} is missing here; node {shard.node} wrote it",
-                hint="collect the checkpoint, or resume with the nodes that hold it",
-            ) from error
+            self._ranges = self._opened_ranges(folder, error)
         except OSError as error:
             said = f"shard {self.path} of rank {shard.rank} cannot be read: {error.strerror}"
             raise VerificationFailed(said, hint="resume from an older checkpoint, or bring this one again") from error
-        size = os.fstat(self._file.fileno()).st_size
-        if size != shard.bytes:
-            self._file.close()
-            raise VerificationFailed(f"shard {self.path} of rank {shard.rank} has {size} bytes, not {shard.bytes}")
-        length = int.from_bytes(self.read(0, 8), "little")
-        self._header: dict[str, Any] = json.loads(self.read(8, 8 + length))
+        try:
+            length = int.from_bytes(self.read(0, 8), "little")
+            self._header: dict[str, Any] = json.loads(self.read(8, 8 + length))
+        except VerificationFailed:
+            self.close()
+            raise
         self._base = 8 + length
+
+    def _opened_ranges(self, folder: Path, missing: FileNotFoundError) -> Ranges:
+        """What a resume brought of the shard to this node, if it did (``contract.ranges``)."""
+        shard = self.shard
+        try:
+            found = Ranges(str(folder / file_of(shard.rank)))
+        except FileNotFoundError:
+            raise VerificationFailed(
+                f"shard {self.path} of rank {shard.rank} is missing here; node {shard.node} wrote it",
+                hint="collect the checkpoint, or resume with the nodes that hold it",
+            ) from missing
+        except (NoRanges, OSError) as error:
+            raise self._unfit(error) from error
+        if not found.is_of(to_plain(shard)):
+            found.close()
+            raise self._unfit(NoRanges("they are of another shard"))
+        return found
+
+    def _unfit(self, error: Exception) -> VerificationFailed:
+        """Ranges are copies: what is wrong with them goes, so that the next resume brings them again."""
+        path = self.path.with_name(file_of(self.shard.rank))
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return VerificationFailed(
+            f"shard {self.path} of rank {self.shard.rank} is not here, and ranges of it are no use: {error}",
+            hint="zerun resume again: they were removed, and are brought once more",
+        )
 
     def __enter__(self) -> Reader:
         return self
@@ -188,7 +220,10 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.close()
+
+    def close(self) -> None:
+        (self._ranges or self._file).close()
 
     def offset(self, name: str) -> int:
         """Where the bytes of tensor ``name`` begin in the file."""
@@ -200,10 +235,10 @@ class Reader:
         """Bytes [start, stop). Ranges in rising order read each block once."""
         pieces = []
         while start < stop:
-            number = start // BLOCK_BYTES
-            block = self._block(number)
-            first = start - number * BLOCK_BYTES
-            piece = block[first : first + stop - start]
+            if not self._begin <= start < self._begin + len(self._data):
+                self._begin, self._data = self._block(start) if self._ranges is None else self._piece(start)
+            first = start - self._begin
+            piece = self._data[first : first + stop - start]
             if not piece:
                 raise VerificationFailed(f"shard {self.path} ends before byte {stop}")
             pieces.append(piece)
@@ -220,16 +255,31 @@ class Reader:
             source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
             target.copy_(source.view(target.shape))
 
-    def _block(self, number: int) -> bytes:
-        if number != self._number:
-            self._file.seek(number * BLOCK_BYTES)
-            data = self._file.read(BLOCK_BYTES)
-            if number >= len(self.shard.blocks) or xxhash.xxh3_128_hexdigest(data) != self.shard.blocks[number]:
-                blocks = len(self.shard.blocks)
-                raise DamagedBlock(
-                    f"shard {self.path} of rank {self.shard.rank}: block {number} "
-                    f"(bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + len(data)}) is damaged",
-                    f"is damaged: block {number} of {blocks}, found when it was read to go on from",
-                )
-            self._number, self._data = number, data
-        return self._data
+    def _block(self, at: int) -> tuple[int, bytes]:
+        number = at // BLOCK_BYTES
+        begin = number * BLOCK_BYTES
+        self._file.seek(begin)
+        data = self._file.read(BLOCK_BYTES)
+        if number >= len(self.shard.blocks) or xxhash.xxh3_128_hexdigest(data) != self.shard.blocks[number]:
+            blocks = len(self.shard.blocks)
+            raise DamagedBlock(
+                f"shard {self.path} of rank {self.shard.rank}: block {number} "
+                f"(bytes {begin} to {begin + len(data)}) is damaged",
+                f"is damaged: block {number} of {blocks}, found when it was read to go on from",
+            )
+        return begin, data
+
+    def _piece(self, at: int) -> tuple[int, bytes]:
+        assert self._ranges is not None
+        piece = self._ranges.holding(at)
+        if piece is None:  # an emptied file tells the next resume to bring the whole shard
+            with contextlib.suppress(OSError):
+                write_atomically(self._ranges.path, b"")
+            raise VerificationFailed(
+                f"{self._ranges.path} has not byte {at} of rank {self.shard.rank}'s shard, which this rank reads",
+                hint="zerun resume again: it brings the whole shard",
+            )
+        try:
+            return piece.start, self._ranges.bytes_of(piece)
+        except (NoRanges, OSError) as error:
+            raise self._unfit(error) from error
