@@ -7,12 +7,13 @@ from .blob import Bundle
 from .code import CodeBundle, code_bundle, code_root
 from .runtime import runtime_bundle
 from .shipment import GONE, Shipment, is_listing, keep
-from .tree import Wish
+from .tree import NothingMatches, Wish
 
 __all__ = [
     "GONE",
     "Bundle",
     "CodeBundle",
+    "NothingMatches",
     "Shipment",
     "Wish",
     "code_bundle",

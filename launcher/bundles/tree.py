@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,14 @@ class Wish:
     exclude: tuple[str, ...] = ()
 
 
+class NothingMatches(UsageError):
+    """Patterns of ``code.include`` that no file matches: by their number in the list, what to say of each."""
+
+    def __init__(self, said: Mapping[int, str]) -> None:
+        self.said = dict(said)
+        super().__init__("\n".join(said.values()), hint="patterns are .gitignore's, and begin at the code's root")
+
+
 @dataclass
 class Tree:
     """``files`` travel, relative to ``base``; ``notes`` says what was left out and why; by name."""
@@ -45,7 +53,9 @@ class Tree:
 
 
 def find(base: Path, wish: Wish, without: Path | None = None) -> Tree:
-    """The files of ``base``; nothing under ``without`` (the runs kept at home hold the bundles before it)."""
+    """The files of ``base``; nothing under ``without`` (the runs kept at home hold the bundles before it).
+
+    Raises NothingMatches, UsageError."""
     tree = Tree(base, git.root_of(base) is not None)
     if tree.in_git:
         listed = set(_git_files(tree, base, ""))
@@ -53,19 +63,35 @@ def find(base: Path, wish: Wish, without: Path | None = None) -> Tree:
         listed = set(_walk(base))
     ignored = _patterns(_ignore_lines(base), IGNORE_FILE)
     kept = {name for name in listed if not ignored.match_file(name)}
+    inside = f"{without.relative_to(base).as_posix()}/" if without and without.is_relative_to(base) else None
     if wish.include:
         wanted = _patterns(wish.include, "code.include")
         known = listed | set(git.ignored(base) if tree.in_git else ())
+        _refuse_idle(wish.include, known, inside, base)
         kept |= {name for name in known if wanted.match_file(name)}
     if wish.exclude:
         unwanted = _patterns(wish.exclude, "code.exclude")
         kept = {name for name in kept if not unwanted.match_file(name)}
-    if without is not None and without.is_relative_to(base):
-        inside = f"{without.relative_to(base).as_posix()}/"
+    if inside is not None:
         kept = {name for name in kept if not name.startswith(inside)}
     resolved = base.resolve()
     tree.files = [name for name in sorted(kept) if _can_travel(resolved, name, tree.notes)]
     return tree
+
+
+def _refuse_idle(include: Sequence[str], known: Collection[str], inside: str | None, base: Path) -> None:
+    """A pattern that no file matches was meant for one that is somewhere else, or is not there yet."""
+    said = {}
+    for number, pattern in enumerate(include):
+        if pattern.startswith("!"):  # takes back what others said
+            continue
+        found = [name for name in known if _patterns([pattern], "code.include").match_file(name)]
+        if found and inside is not None and all(name.startswith(inside) for name in found):
+            said[number] = f"{pattern!r} matches the runs that are kept in {inside} alone, which never travel"
+        elif not found:
+            said[number] = f"{pattern!r} matches no file below {base}"
+    if said:
+        raise NothingMatches(said)
 
 
 def _git_files(tree: Tree, base: Path, prefix: str) -> list[str]:

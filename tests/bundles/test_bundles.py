@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.code import unpack
-from launcher.bundles import CodeBundle, Wish, code_bundle, keep, runtime_bundle
+from launcher.bundles import CodeBundle, NothingMatches, Wish, code_bundle, keep, runtime_bundle
 from launcher.contract.bundle import decode
 from launcher.contract.errors import UsageError
 from launcher.contract.plain import dumps, loads
@@ -159,6 +159,17 @@ def test_ignore_files_and_lists_have_gitignores_syntax(tree: Path) -> None:
     assert names == {".gitignore", ".zerunignore", "model.py", "gone.py", "data/small.bin"}
     more = code_bundle(tree, wish=Wish(include=("made.log", "data/big.bin"), exclude=("keep/", "gone.py")), limit=LIMIT)
     assert set(contents(more)) == names - {"gone.py"} | {"made.log", "data/big.bin"}
+    with pytest.raises(NothingMatches) as nothing:
+        code_bundle(tree, wish=Wish(include=("made.log", "!x", "data/*.bim", "runs/")), limit=LIMIT)
+    assert nothing.value.said == {
+        n: f"{p!r} matches no file below {tree}" for n, p in ((2, "data/*.bim"), (3, "runs/"))
+    }
+    (tree / "runs" / "r").mkdir(parents=True)
+    (tree / "runs" / "r" / "run.json").write_text("{}")
+    with pytest.raises(
+        NothingMatches, match="'runs/' matches the runs that are kept in runs/ alone, which never travel"
+    ):
+        code_bundle(tree, wish=Wish(include=("runs/",)), limit=LIMIT, without=tree / "runs")
     (tree / ".zerunignore").write_text("ok\na/**b[\n!\n")
     with pytest.raises(UsageError, match=r"\.zerunignore:3: '!'"):
         code_bundle(tree, limit=LIMIT)
