@@ -35,16 +35,11 @@ class Plans(Project):
     """The use cases before the queue."""
 
     def plan(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> Plan:
-        from ..planning import make_plan
-
-        return make_plan(*self.describe(job, cluster, sets))
+        return self.planned(job, cluster, sets)[2]
 
     def room(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> tuple[str, ...]:
         """What the job's checkpoints take beside what is left on the cluster, which is asked. Raises NoSpace."""
-        from ..planning import make_plan
-
-        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
-        plan = make_plan(loaded_job, loaded_cluster)
+        loaded_job, loaded_cluster, plan = self.planned(job, cluster, sets)
         backend = self.attempts.open(loaded_cluster, runtime_bundle())
         try:
             return room(backend, Source(loaded_job, loaded_cluster, plan, Bundle("", b"")))
@@ -54,11 +49,10 @@ class Plans(Project):
     def simulate(self, job: Path, cluster: str | None = None, sets: Sequence[str] = (), *, rank: int = 0) -> Plan:
         """The plan with a step of ``rank`` run by the real engine on nothing, in a process that needs torch."""
         from ..bundles import code_root
-        from ..planning import make_plan, with_simulation
+        from ..planning import with_simulation
         from ..simulation import request_of, run_simulation, with_its_line
 
-        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
-        plan = make_plan(loaded_job, loaded_cluster)
+        loaded_job, loaded_cluster, plan = self.planned(job, cluster, sets)
         code = code_root(job.resolve().parent, loaded_job.code.root)
         request = request_of(plan, rank, code, loaded_cluster.device_of(plan.nodes[0].name).kind)
         try:
@@ -71,12 +65,9 @@ class Plans(Project):
 
         Paths that the cluster expands (``~``, ``$NAME``) stand in the script as they were written.
         """
-        from ..planning import make_plan
-
-        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
-        plan = make_plan(loaded_job, loaded_cluster)
+        loaded_job, loaded_cluster, plan = self.planned(job, cluster, sets)
         known = {name: os.environ[name] for name in loaded_job.secrets if name in os.environ}
-        code = self.attempts.code(job.resolve().parent, loaded_job, known)
+        code = self.code(job, loaded_job, sets, known)
         run = self.store.new_name(plan.job_name, datetime.datetime(2000, 1, 1)).rsplit("-", 3)[0] + "-RUN"
         runs = loaded_cluster.paths.runs or str(self.store.root)
         source = Source(loaded_job, loaded_cluster, plan, code)

@@ -15,6 +15,8 @@ from ..runs import Run, RunStore
 
 if TYPE_CHECKING:
     from ..backends.protocol import Backend
+    from ..bundles import CodeBundle
+    from ..planning.plan import Plan
     from ..specs.models import Cluster, Job
 
 Notice = Callable[[str], None]
@@ -35,13 +37,18 @@ class Project:
         """The cluster that ``name`` (a path, or a name in clusters/) describes."""
         from .. import specs
 
+        return specs.load_cluster(self.cluster_file(name), sets)
+
+    def cluster_file(self, name: str | None = None) -> Path:
+        from .. import specs
+
         chosen = name or os.environ.get("ZERUN_CLUSTER") or self._default_cluster()
         if chosen is None:
             raise UsageError(
                 "which cluster?",
                 hint="name one (--cluster NAME; cluster check NAME), set ZERUN_CLUSTER, or write `cluster:` in the job",
             )
-        return specs.load_cluster(specs.find_cluster(chosen, self.cluster_folders()), sets)
+        return specs.find_cluster(chosen, self.cluster_folders())
 
     def cluster_folders(self) -> list[Path]:
         return [self.root / "clusters", self.config / "clusters", Path(__file__).parents[2] / "clusters"]
@@ -82,6 +89,40 @@ class Project:
         if problems or loaded_job is None or loaded_cluster is None:
             raise DescriptionError(problems)
         return loaded_job, specs.job_on(loaded_job, loaded_cluster, job, for_job)
+
+    def code(self, job: Path, loaded: Job, sets: Sequence[str], hidden: Mapping[str, str]) -> CodeBundle:
+        """The tree that the job ships. Raises DescriptionError where one of its patterns is for nothing."""
+        from .. import specs
+        from ..bundles import NothingMatches
+        from ..specs.load import written
+
+        try:
+            return self.attempts.code(job.resolve().parent, loaded, hidden)
+        except NothingMatches as nothing:
+            document = written("job", job, specs.split_sets(sets)[0])
+            for number, said in nothing.said.items():
+                document.wrong(("code", "include", number), said)
+            raise DescriptionError(document.problems, hint=nothing.hint) from nothing
+
+    def planned(
+        self, job: Path, cluster: str | None, sets: Sequence[str] = (), *, built: bool = False
+    ) -> tuple[Job, Cluster, Plan]:
+        """Both descriptions, and what they come to. What cannot be is told where the one or the other says it.
+        ``built``: what is planned only, and the engine cannot train, is refused too."""
+        from .. import specs
+        from ..planning import CannotPlan, check_engine, make_plan
+
+        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
+        try:
+            plan = make_plan(loaded_job, loaded_cluster)
+            if built:
+                check_engine(plan)
+        except CannotPlan as refused:
+            where = specs.Written(job, self.cluster_file(cluster or loaded_job.cluster), *specs.split_sets(sets))
+            reasons = [(reason.keys, reason.message) for reason in refused.reasons]
+            problems = where.problems(reasons, refused.job, refused.cluster)
+            raise DescriptionError(problems, hint=refused.hint) from refused
+        return loaded_job, loaded_cluster, plan
 
 
 def find_root(start: Path) -> Path:

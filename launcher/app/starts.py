@@ -62,15 +62,12 @@ class Starts(Project):
         from .. import datasets, specs
         from ..backends.inside import job_here
         from ..begin_with import check_weights
-        from ..planning import check_engine, make_plan
         from ..starting import Waiting, start_first
 
-        loaded_job, loaded_cluster = self.describe(job, cluster, sets)
-        plan = make_plan(loaded_job, loaded_cluster)
-        check_engine(plan)
+        loaded_job, loaded_cluster, plan = self.planned(job, cluster, sets, built=True)
         refuse_what_cannot_fit(plan, force=force)
         secret_values = read_secrets(loaded_job.secrets)
-        code = self.attempts.code(job.resolve().parent, loaded_job, secret_values)
+        code = self.code(job, loaded_job, sets, secret_values)
         backend = self.attempts.open(loaded_cluster, runtime_bundle())
         try:
             run_name = self.store.new_name(plan.job_name, datetime.datetime.now())

@@ -141,20 +141,19 @@ def _count_of(given: Mapping[str, str | int]) -> Count:
 
 
 def _plan_job(job: Path, cluster: str | None, sets: Sequence[str], *, as_json: bool, table: bool, search: bool) -> None:
-    from ..planning.make import job_table, make_plan
+    from ..planning.make import job_table
     from ..planning.search import search as find
     from ..planning.told import WORLDS, told_plan, told_table
 
-    described = options.open_app().describe(job, cluster, sets)
-    plan = make_plan(*described)
+    loaded_job, loaded_cluster, plan = options.open_app().planned(job, cluster, sets)
     told: dict[str, Any] = told_plan(plan)
     lines = plan_lines(plan)
     if table:
-        rows = job_table(*described, plan, WORLDS)
+        rows = job_table(loaded_job, loaded_cluster, plan, WORLDS)
         told["table"] = told_table(rows)
         lines += ["", *table_lines(rows)]
     if search:
-        found = find(*described)
+        found = find(loaded_job, loaded_cluster)
         told["search"] = found
         lines = search_lines(found) if not table else [*lines, "", *search_lines(found)]
     if as_json:

@@ -80,9 +80,9 @@ class Problem(NamedTuple):
 class DescriptionError(UsageError):
     """Everything that is wrong with one or more descriptions, in reading order."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Problem], *, hint: Optional[str] = None) -> None:
         self.problems: List[Problem] = sorted(problems)
-        super().__init__("\n".join(str(p) for p in self.problems))
+        super().__init__("\n".join(str(p) for p in self.problems), hint=hint)
 
 
 class DoesNotFit(ZerunError):

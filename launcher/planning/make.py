@@ -162,10 +162,9 @@ def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> 
 def check_engine(plan: Plan) -> None:
     """Refuses, by name, what is planned but not built in the engine: to be asked before anything is sent."""
     if plan.not_built:
-        raise UsageError(
-            "\n".join(f"job {plan.job_name}: {refusal}" for refusal in plan.not_built),
-            hint="zerun plan and submit --dry-run answer for it all the same",
-        )
+        hint = "zerun plan and submit --dry-run answer for it all the same"
+        reasons = [Reason("not_built", refusal, hint, refusal.partition(":")[0]) for refusal in plan.not_built]
+        raise CannotPlan(plan.job_name, plan.cluster_name, reasons)
 
 
 # --- checks ---------------------------------------------------------------------------------------

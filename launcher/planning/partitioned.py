@@ -12,6 +12,8 @@ from ..specs.models import GptModel, Job, Zero
 from . import shapes
 from .reasons import Reason
 
+_REPLICAS = "zero.replicas"
+
 
 def zero_of(zero: Zero, nodes: int) -> train.Zero:
     """``zero`` as the engine reads it; ``replicas: nodes`` is one a node."""
@@ -39,22 +41,23 @@ def check_zero(job: Job, nodes: Sequence[Node], tensor: int) -> list[Reason]:
     data_parallel = sum(slots) // tensor
     said = f"zero.replicas: {job.zero.replicas}"
     if job.zero.replicas == "nodes" and len(set(slots)) > 1:
-        found.append(Reason("zero", f"{said} needs as many slots on every node, not {', '.join(map(str, slots))}"))
+        message = f"{said} needs as many slots on every node, not {', '.join(map(str, slots))}"
+        found.append(Reason("zero", message, key=_REPLICAS))
     elif data_parallel % zero.replicas:
         even = [n for n in range(1, data_parallel // 2 + 1) if data_parallel % n == 0]
         message = f"{said} does not divide {data_parallel} data-parallel ranks"
-        found.append(Reason("zero", message, f"zero.replicas: {' or '.join(map(str, even)) or 1}"))
+        found.append(Reason("zero", message, f"zero.replicas: {' or '.join(map(str, even)) or 1}", _REPLICAS))
     elif zero.replicas > 1 and data_parallel == zero.replicas:
         message = f"{said} leaves one data-parallel rank to each: there is nothing to partition over"
-        found.append(Reason("zero", message, "zero.stage: 0 copies everything to every rank"))
+        found.append(Reason("zero", message, "zero.stage: 0 copies everything to every rank", _REPLICAS))
     if zero.reduce_with == "native" and (zero.stage or zero.replicas > 1 or zero.reduce_every == "micro_step"):
         said = "zero.reduce_with: native goes with stage 0 alone, without replicas, and sums once a step"
-        found.append(Reason("zero", said))
+        found.append(Reason("zero", said, key="zero.reduce_with"))
     if isinstance(job.model, GptModel) and zero.unit is not None:
         try:
             shapes.gpt_layout(job.model, ranks=1, bucket_bytes=1, tensor=tensor, unit=zero.unit)
         except ValueError as problem:
-            found.append(Reason("zero", str(problem)))
+            found.append(Reason("zero", str(problem), key="zero.unit"))
     return found
 
 

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     )
     from .models import Cluster, Job
     from .pools import in_pool, moved
-    from .together import job_on
+    from .together import Written, job_on
 
 __all__ = [
     "Cluster",
     "Job",
+    "Written",
     "cluster_from_plain",
     "describe",
     "find_cluster",
@@ -39,7 +40,14 @@ __all__ = [
     "split_sets",
 ]
 
-_HOMES = {"Cluster": ".models", "Job": ".models", "in_pool": ".pools", "moved": ".pools", "job_on": ".together"}
+_HOMES = {
+    "Cluster": ".models",
+    "Job": ".models",
+    "Written": ".together",
+    "in_pool": ".pools",
+    "job_on": ".together",
+    "moved": ".pools",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -62,6 +62,10 @@ class Document:
                 return self.keys.get(part, found) if length < len(loc) else found
         return Place(self.file, 0, 0)
 
+    def holds(self, loc: Loc) -> bool:
+        """Whether ``loc`` is written."""
+        return loc in self.keys or loc in self.values
+
     def is_set(self, loc: Loc) -> bool:
         """Whether what ``loc`` says comes from a ``--set``."""
         return self.place(loc).file != self.file

@@ -19,7 +19,7 @@ from ..contract.errors import DescriptionError, UsageError
 from . import nodelist
 from .description import Description
 from .document import Document, Place, apply_set, read
-from .idle import refuse_idle
+from .idle import Kind, refuse_idle
 from .mistakes import did_you_mean
 from .models import Cluster, Job, NodeEntry, Nodes
 from .pools import in_pool
@@ -48,16 +48,9 @@ def load_job(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Job:
 def parse_text(kind: Literal["cluster"], text: bytes | str, filename: str, sets: Sequence[str] = ()) -> Cluster: ...
 @overload
 def parse_text(kind: Literal["job"], text: bytes | str, filename: str, sets: Sequence[str] = ()) -> Job: ...
-def parse_text(
-    kind: Literal["cluster", "job"], text: bytes | str, filename: str, sets: Sequence[str] = ()
-) -> Cluster | Job:
+def parse_text(kind: Kind, text: bytes | str, filename: str, sets: Sequence[str] = ()) -> Cluster | Job:
     """Like load_cluster and load_job, from text that stands (or would stand) in ``filename``."""
-    document = read(text, filename)
-    # Without a tree there is nothing to set, and nothing more to say than that.
-    if document.tree or not document.problems:
-        for assignment in sets:
-            bare = assignment.removeprefix(_CLUSTER_PREFIX) if kind == "cluster" else assignment
-            apply_set(document, bare, assignment)
+    document = _assigned(read(text, filename), kind, sets)
     place_setup(document, text if isinstance(text, str) else text.decode("utf-8", "replace"))
     folder = Path(filename).absolute().parent
     if kind == "job":
@@ -74,12 +67,18 @@ def parse_text(
     return in_pool(_resolved_cluster(cluster, entries, folder))
 
 
-def written(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Document:
-    """A description as it stands in ``path`` with ``sets`` over it: where to say what its values do to others."""
-    document = read(_source(path), os.fspath(path))
-    for assignment in sets:
-        apply_set(document, assignment, assignment)
+def _assigned(document: Document, kind: Kind, sets: Sequence[str]) -> Document:
+    # Without a tree there is nothing to set, and nothing more to say than that.
+    if document.tree or not document.problems:
+        for assignment in sets:
+            bare = assignment.removeprefix(_CLUSTER_PREFIX) if kind == "cluster" else assignment
+            apply_set(document, bare, assignment)
     return document
+
+
+def written(kind: Kind, path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Document:
+    """A description as it stands in ``path`` with ``sets`` over it: where to say what its values do to others."""
+    return _assigned(read(_source(path), os.fspath(path)), kind, sets)
 
 
 def split_sets(sets: Iterable[str]) -> tuple[list[str], list[str]]:

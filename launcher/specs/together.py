@@ -6,12 +6,16 @@ Each mistake is told where the job says it, like any other mistake of its descri
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ..contract.errors import DescriptionError
+from ..contract.errors import DescriptionError, Problem
 from .dataset_model import unknown_dataset
+from .document import Document
+from .idle import Kind
 from .load import written
-from .mistakes import Mistake
+from .mistakes import Loc, Mistake
 from .models import Cluster, Job, NodeEntry
 from .pool_model import unknown_pool
 from .pools import in_pool
@@ -28,11 +32,49 @@ def job_on(job: Job, cluster: Cluster, path: str | os.PathLike[str], sets: Seque
     seen = cluster if found else in_pool(cluster, job.pool)
     mistakes = [found] if found else [*_too_much(job, seen), *_data_mistakes(job, seen)]
     if mistakes:
-        document = written(path, sets)
+        document = written("job", path, sets)
         for mistake in mistakes:
             document.wrong(mistake.loc, mistake.message)
         raise DescriptionError(document.problems)
     return seen
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a job and its cluster were loaded from: to say at which key of which file they do not go together."""
+
+    job: str | os.PathLike[str]
+    cluster: str | os.PathLike[str]
+    job_sets: Sequence[str] = ()
+    cluster_sets: Sequence[str] = ()
+
+    def problems(self, reasons: Iterable[tuple[Sequence[str], str]], job: str, cluster: str) -> list[Problem]:
+        """``reasons`` why ``job`` cannot be on ``cluster``, each at the first of its keys that is written, or at the
+        nearest around it. Keys are as ``--set`` writes them: ``zero.stage``, ``cluster.nodes``."""
+        documents: dict[Kind, Document] = {
+            "job": written("job", self.job, self.job_sets),
+            "cluster": written("cluster", self.cluster, self.cluster_sets),
+        }
+        pool = _pool_of(documents["job"].tree, documents["cluster"].tree)
+        for keys, message in reasons:
+            places = [_place_of(key, pool) for key in keys]
+            kind, loc = next(((k, at) for k, at in places if documents[k].holds(at)), places[0])
+            documents[kind].wrong(loc, f"{f'on cluster {cluster}' if kind == 'job' else f'job {job}'}: {message}")
+        return [*documents["job"].problems, *documents["cluster"].problems]
+
+
+def _place_of(key: str, pool: str | None) -> tuple[Kind, Loc]:
+    first, *rest = key.split(".")
+    if first != "cluster":
+        return "job", (first, *rest)
+    return "cluster", (*(("pools", pool) if pool is not None else ()), *rest)
+
+
+def _pool_of(job: Mapping[str, Any], cluster: Mapping[str, Any]) -> str | None:
+    pools = cluster.get("pools")
+    if not isinstance(pools, Mapping):
+        return None
+    return str(job.get("pool") or cluster.get("pool") or next(iter(pools)))
 
 
 def _pool_mistake(job: Job, cluster: Cluster) -> Mistake | None:

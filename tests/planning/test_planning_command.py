@@ -182,3 +182,53 @@ def test_planning_loads_neither_torch_nor_the_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_planned_is_told_where_it_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "pools.yaml").write_text(
+        "name: pools\nbackend: slurm\npaths: {runs: /r}\npools:\n"
+        "  a: {slots: 4, device: {kind: gpu}}\n  b: {slots: 4, device: {kind: gpu, precisions: [fp16]}}\n"
+    )
+    (tmp_path / "clusters" / "rack.yaml").write_text(
+        "name: rack\nbackend: direct\npaths: {runs: /r}\nnodes:\n"
+        "  - {name: one, slots: 2, device: {kind: gpu}}\n  - {name: two, slots: 2}\n"
+    )
+    text = Path(QUICK).read_text()
+    assert "precision: fp32" in text
+    (tmp_path / "own.yaml").write_text(text)
+    (tmp_path / "left-out.yaml").write_text(text.replace("precision: fp32", "pool: b"))
+    own = next(n for n, line in enumerate(text.splitlines(), 1) if line.startswith("precision:"))
+
+    def refused(*arguments: str) -> str:
+        out, error = told(capsys, *arguments, code=2)
+        assert out == ""
+        return error
+
+    said = "precision fp32 is not supported by the device gpu\nhint: precision: fp16\n"
+    on_b = refused("own.yaml", "--cluster", "pools", "--set", "pool=b")
+    assert on_b == f"error: own.yaml:{own}:12: on cluster pools: {said}"
+    told_by_default = refused("left-out.yaml", "--cluster", "pools")
+    assert told_by_default == f"error: {tmp_path}/clusters/pools.yaml:6:49: job quickstart: {said}"
+    assert refused("own.yaml", "--cluster", "rack", "--set", "nodes=2", "--set", "slots_per_node=2").startswith(
+        f"error: {tmp_path}/clusters/rack.yaml:5:3: job quickstart: ranks of one job compute on one kind of device: "
+    )
+    three = ("--set", "zero.replicas=3", "--set", "zero.stage=2")
+    assert refused("own.yaml", "--cluster", "pools", *three).startswith(
+        "error: --set zero.replicas: on cluster pools: zero.replicas: 3 does not divide "
+    )
+
+
+def test_an_include_that_matches_nothing_is_told_where_the_job_says_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZERUN_RUNS", str(tmp_path / "runs"))
+    job = tmp_path / "j.yaml"
+    job.write_text("name: j\nslots_per_node: 1\ncode:\n  include: [j.yaml, data/*.bin]\nprogram: {argv: [x]}\n")
+    dry = ["submit", str(job), "--cluster", LAPTOP, "--dry-run"]
+    assert run(dry) == 2
+    assert f"{job}:4:21: 'data/*.bin' matches no file below {tmp_path}" in capsys.readouterr().err
+    assert run([*dry, "--set", "code.include=[j.yaml]"]) == 0
