@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,8 @@ class Shipment:
     name: str
     listing: bytes = field(repr=False)
     runs: Path
+    _last: dict[tuple[str, frozenset[str]], bytes] = field(default_factory=dict, repr=False, compare=False)
+    _packing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -34,10 +37,20 @@ class Shipment:
             raise UsageError(problem.message, hint=GONE) from problem
 
     def packed(self, runs: str, lacking: Collection[str]) -> bytes:
-        """What the agent's ``receive`` reads at a place whose folder of runs is ``runs``.
+        """What the agent's ``receive`` reads at a place whose folder of runs is ``runs``; packed once for all machines
+        that lack the same.
 
         Raises UsageError when one that is lacking there is damaged here.
         """
+        wanted = (runs, frozenset(lacking))
+        with self._packing:
+            if wanted not in self._last:
+                data = self._pack(*wanted)
+                self._last.clear()
+                self._last[wanted] = data
+            return self._last[wanted]
+
+    def _pack(self, runs: str, lacking: Collection[str]) -> bytes:
         digests = [digest for digest in self.sizes if digest in lacking]
         head = {"runs": runs, "name": self.name, "bytes": len(self.listing), "contents": digests}
         buffer = io.BytesIO(json.dumps(head).encode("ascii") + b"\n")

@@ -67,7 +67,7 @@ class LaunchSpec:
     agent_python: str
     train: Optional[TrainConfig] = None  # exactly one of train and program is set
     program: Optional[Program] = None
-    code: Optional[str] = None  # path of the job's bundle (.tar.gz), unpacked into run_dir/code
+    code: Optional[str] = None  # the job's bundle (.tree, or an older launcher's .tar.gz), laid out in run_dir/code
     tensor: int = 1
     device_kind: str = "cpu"  # cpu | gpu
     cpus_per_slot: Optional[int] = None
