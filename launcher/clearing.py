@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .contract import shipped
 from .contract.errors import Unreachable, UsageError
 from .contract.folder import RunFolder
 from .contract.holdings import tree_size
@@ -26,6 +27,8 @@ class Heap:
     bytes: int
     files: int
     place: Place | None = None
+    shipped_bytes: int = 0  # code beside it that no other run needs, which goes too
+    shipped_files: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Clearing:
 
     @property
     def bytes(self) -> int:
-        return sum(heap.bytes for heap in self.heaps)
+        return sum(heap.bytes + heap.shipped_bytes for heap in self.heaps)
 
 
 def look(backend: Backend | None, run: Run, state: RunState, *, remote: bool, local: bool) -> Clearing:
@@ -52,7 +55,9 @@ def look(backend: Backend | None, run: Run, state: RunState, *, remote: bool, lo
     if not state.ended and state.state != "unknown":
         raise UsageError(f"{run.name} is {state.state}", hint=f"zerun cancel {run.name} first")
     size, files = tree_size(str(run.folder))
-    heaps = [Heap("at home", str(run.folder), size, files)]
+    unneeded = shipped.unused(str(run.folder.parent), run.name)
+    beside = (sum(found.bytes for found in unneeded), len(unneeded))
+    heaps = [Heap("at home", str(run.folder), size, files, None, *beside)]
     if local and backend is not None:  # what lies there lies here: asked all the same whether anything still runs
         for place in backend.places():
             folder = str(RunFolder.at(place.runs, run.name).root)
@@ -63,7 +68,9 @@ def look(backend: Backend | None, run: Run, state: RunState, *, remote: bool, lo
         folder = str(RunFolder.at(place.runs, run.name).root)
         found = backend.call(place, "remove", {"run_dir": folder, "really": False})
         if found["files"]:
-            heaps.append(Heap(place.transport.name, folder, int(found["bytes"]), int(found["files"]), place))
+            code = found.get("shipped", {})  # the agent that the run was submitted with may be an older one
+            beside = (int(code.get("bytes", 0)), int(code.get("files", 0)))
+            heaps.append(Heap(place.transport.name, folder, int(found["bytes"]), int(found["files"]), place, *beside))
     return Clearing(run, heaps, only_there=_only_there(backend, run))
 
 
@@ -83,3 +90,4 @@ def clear(backend: Backend | None, clearing: Clearing) -> None:
     gone = clearing.run.folder.with_name(f".removed-{clearing.run.name}")
     clearing.run.folder.rename(gone)
     remove_tree(str(gone))
+    shipped.clear_unused(str(clearing.run.folder.parent), clearing.run.name)

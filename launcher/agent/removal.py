@@ -6,6 +6,7 @@ import contextlib
 import os
 from typing import Any, Dict, List
 
+from ..contract import shipped
 from ..contract.errors import Refused, UsageError
 from ..contract.folder import is_safe_name
 from ..contract.holdings import attempt_numbers, names_in, read_json, tree_size
@@ -17,13 +18,15 @@ from .tail_files import is_alive
 
 
 def remove(request: Dict[str, Any]) -> Dict[str, Any]:
-    """``{run_dir, really}`` → ``{bytes, files, removed}``; nothing is removed unless ``really``.
+    """``{run_dir, really}`` → ``{bytes, files, removed, shipped: {bytes, files}}``; nothing goes unless ``really``.
+
+    ``shipped``: code that was sent for this run or older ones, and that no other run needs (contract.shipped).
 
     Raises Refused for what is no run's folder, UsageError while an agent of the run lives here.
     """
     folder = str(request["run_dir"])
     if not os.path.lexists(folder):
-        return {"bytes": 0, "files": 0, "removed": False}
+        return {"bytes": 0, "files": 0, "removed": False, "shipped": {"bytes": 0, "files": 0}}
     _must_be_a_run(folder)
     alive = _living(folder)
     if alive:
@@ -36,13 +39,16 @@ def remove(request: Dict[str, Any]) -> Dict[str, Any]:
             hint=f"zerun cancel {os.path.basename(folder)} ends them: without the run's files nothing could",
         )
     size, files = tree_size(folder)
+    unneeded = shipped.unused(*os.path.split(folder))
     if request.get("really"):
         # Renamed first: a removal that is cut leaves nothing that looks like a run.
         gone = os.path.join(os.path.dirname(folder), f".removed-{os.path.basename(folder)}")
         os.rename(folder, gone)
         remove_tree(gone)
         _forget_secrets(folder)
-    return {"bytes": size, "files": files, "removed": bool(request.get("really"))}
+        shipped.clear_unused(*os.path.split(folder))
+    code = {"bytes": sum(found.bytes for found in unneeded), "files": len(unneeded)}
+    return {"bytes": size, "files": files, "removed": bool(request.get("really")), "shipped": code}
 
 
 def _must_be_a_run(folder: str) -> None:

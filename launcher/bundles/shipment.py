@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ..contract.bundle import SUFFIX, copy_content, decode, is_content, keep_content
 from ..contract.errors import UsageError, VerificationFailed
+from ..contract.folder import content
+from ..contract.shipped import touch
 from .code import CodeBundle
 
 GONE = "the run's cluster has it too, in .blobs/ below paths.runs; or submit the job again"
@@ -72,5 +74,7 @@ def is_listing(name: str) -> bool:
 def keep(code: CodeBundle, runs: Path) -> None:
     """Keeps the contents that are not below ``runs`` yet. The listing is kept like any blob, after them."""
     for digest, data in code.contents.items():
-        if not is_content(runs, digest):
+        if is_content(runs, digest):
+            touch(str(content(str(runs), digest)))
+        else:
             keep_content(runs, digest, [data])

@@ -54,6 +54,9 @@ def clearing_lines(clearing: Clearing) -> list[str]:
     for heap in clearing.heaps:
         size = f"{show.num_bytes(heap.bytes)} in {show.count(heap.files, 'file')}"
         lines.append(f"{clearing.run.name}  {size}, {heap.where}: {heap.folder}")
+        if heap.shipped_files:
+            code = f"{show.num_bytes(heap.shipped_bytes)} in {show.count(heap.shipped_files, 'file')}"
+            lines.append(f"  beside it {code} of shipped code that no run needs any more")
     if clearing.only_there:
         there = clearing.only_there
         steps = ", ".join(map(str, there))

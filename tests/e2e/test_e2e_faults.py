@@ -92,4 +92,14 @@ def test_what_was_shipped_and_got_damaged_is_shipped_again(laptop: Site) -> None
         for blob in blobs:
             blob.write_bytes(damage)
         assert laptop.json("status", first)["state"] == "done"
-        laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow")
+        second = laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow").stdout.strip()
+        if not damage:
+            laptop.zerun("rm", second, "--yes")
+    for path in (laptop.folder / "runs" / ".blobs").rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    laptop.zerun("rm", second, "--yes")
+    assert all(path.exists() for path in blobs if path.suffix != ".zip"), "the first run has the same code"
+    gone = laptop.zerun("rm", first, "--yes").stderr
+    assert "of shipped code that no run needs any more" in gone, gone
+    left = [path.suffix for path in (laptop.folder / "runs" / ".blobs").rglob("*") if path.is_file()]
+    assert set(left) <= {".zip"}
