@@ -7,6 +7,7 @@ from .collect import Collected, collect
 from .found import Candidate, candidates, choose, explain, local_steps, newest_whole
 from .hand_back import hand_back
 from .needed import needed_shards, relayout
+from .send_back import send_back
 from .stage import stage
 from .verify import Report, ShardProblem, verify
 
@@ -24,6 +25,7 @@ __all__ = [
     "needed_shards",
     "newest_whole",
     "relayout",
+    "send_back",
     "stage",
     "verify",
 ]

@@ -37,37 +37,69 @@ class Candidate:
     where: tuple[str, ...] = ()
     from_replicas: str = ""  # whole by copies: "node03's shards from node04's replica"
     left: str = ""
-    state: Literal["whole", "damaged", "unfinished"] = "unfinished"  # damaged: it was whole when it was written
+    state: Literal["whole", "damaged", "unfinished", "let go"] = "unfinished"
+    """damaged: it was whole when it was written. let go: on purpose, but by nodes that the attempt since left out."""
+    at_home: bool = False  # whole at home, and not where the run runs
     name: str = ""  # of a program's own: its path below the run's folder; ``step`` is the last number in it, or 0
     written_at: float = 0.0  # of a program's own
 
     def sentence(self) -> str:
         left = f", but left behind: {self.left}" if self.left else ""
-        copied = f" ({self.from_replicas})" if self.from_replicas else ""
+        copied = f" ({self.from_replicas})" if self.from_replicas else " at home" if self.at_home else ""
         return f"{self.name or f'step {self.step}'}: {f'whole{copied}' if self.whole else self.problem}{left}"
 
 
-def candidates(about: Sequence[Mapping[str, Any]], home: Path | None = None) -> list[Candidate]:
+def candidates(
+    about: Sequence[Mapping[str, Any]], home: Path | None = None, *, sends_back: bool = False
+) -> list[Candidate]:
     """Every checkpoint, oldest first. ``about``: each place's answer about this run (the ``state`` verb's
     ``runs[D]``); ``home``: the run's folder here. Where nothing is shared its shards count too, because they can
-    be staged to a node; what a shared scratch disk has lost is lost to the ranks."""
+    be staged to a node; what a shared scratch disk has lost is lost to the ranks, unless ``sends_back``: then what is
+    whole at home counts in its place."""
     from .foreign import foreign_candidates
 
     by_step: dict[int, list[Mapping[str, Any]]] = {}
-    for answer in about:
+    for answer, left_out in zip(about, _left_out(about), strict=True):
         for checkpoint in answer.get("checkpoints", ()):
-            by_step.setdefault(int(checkpoint["step"]), []).append(checkpoint)
+            by_step.setdefault(int(checkpoint["step"]), []).append({**checkpoint, "left_out": left_out})
     counts = home is not None and by_step and said_shared(str(home)) is not True
     for checkpoint in checkpoints_here(str(home)) if counts else ():
         if checkpoint["step"] in by_step:
             by_step[checkpoint["step"]].append({**checkpoint, "at_home": True})
-    found = [_join(step, by_step[step]) for step in sorted(by_step)]
+    found = [_let_go(_join(step, by_step[step]), by_step[step]) for step in sorted(by_step)]
+    found = _with_home(found, home) if sends_back and home is not None else found
     resumed = {} if home is None else resumed_from(str(home))
     for answer in about:
         resumed.update({int(k): step for k, step in answer.get("resumed", {}).items()})
     behind = left_behind({c.step: c.attempt for c in found if c.attempt}, resumed)
     found = [replace(c, left=why_left(c.step, c.attempt, resumed)) if c.step in behind else c for c in found]
     return found + foreign_candidates(about)
+
+
+def _left_out(about: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Of each place: the newest attempt, where that does not run there; else 0."""
+    attempts = [max((int(k) for k in answer.get("attempts", ())), default=0) for answer in about]
+    newest = max(attempts, default=0)
+    return [newest if number < newest else 0 for number in attempts]
+
+
+def _let_go(candidate: Candidate, parts: Sequence[Mapping[str, Any]]) -> Candidate:
+    """A checkpoint of which only nodes have parts that the newest attempt left out: the others keep newer ones."""
+    newest = min(int(part.get("left_out", 0)) for part in parts)
+    if candidate.whole or not newest or candidate.attempt >= newest:
+        return candidate
+    said = f"only nodes that attempt {newest} left out still have parts of it; zerun ckpt prune --remote frees them"
+    return replace(candidate, state="let go", problem=said)
+
+
+def _with_home(found: Sequence[Candidate], home: Path) -> list[Candidate]:
+    by_step = {candidate.step: candidate for candidate in found}
+    for checkpoint in checkpoints_here(str(home)):
+        mine = _join(int(checkpoint["step"]), [checkpoint])
+        theirs = by_step.get(mine.step)
+        if mine.whole and (theirs is None or (not theirs.whole and theirs.attempt <= mine.attempt)):
+            by_step[mine.step] = replace(mine, at_home=True)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _join(step: int, parts: Sequence[Mapping[str, Any]]) -> Candidate:

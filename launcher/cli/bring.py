@@ -71,8 +71,9 @@ def _collected_lines(got: Collected) -> list[str]:
 def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
     """Lists a run's checkpoints on its cluster, oldest first, and says what is wrong with those that are not whole.
 
-    unfinished: it has no manifest. damaged: shards are missing, short, or were found wrong by whoever read them. Left
-    behind: a resume went on from an earlier step; it stays, and only --step takes it.
+    unfinished: it has no manifest. damaged: shards are missing, short, or were found wrong by whoever read them. let
+    go: only nodes that the newest attempt left out still have parts of it. Left behind: a resume went on from an
+    earlier step; it stays, and only --step takes it.
     """
     app = options.open_app()
     found = app.checkpoints(app.resolve(run))

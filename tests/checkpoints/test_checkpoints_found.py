@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from local_places import LocalBackend, Log, attempt_at, local_backend, own_process, write_record
-from written import flip, write_checkpoint, write_run
+from written import flip, launch, write_checkpoint, write_run
 
-from launcher.checkpoints import candidates, choose, explain, local_steps, newest_whole, verify
+from launcher.checkpoints import candidates, choose, explain, local_steps, newest_whole, send_back, verify
 from launcher.checkpoints.found import Candidate
+from launcher.checkpoints.prune import decide
 from launcher.contract.errors import UsageError, VerificationFailed
 from launcher.contract.folder import RunFolder
 from launcher.contract.manifest import BLOCK_BYTES
@@ -216,3 +217,52 @@ def test_many_that_were_passed_over_are_counted_and_not_listed() -> None:
     with pytest.raises(UsageError) as told:
         choose(found, 21)
     assert told.value.hint == "whole ones: 90 older ones, " + ", ".join(str(s) for s in range(1820, 2020, 20))
+
+
+def test_what_only_nodes_have_that_were_left_out_was_let_go_and_is_not_damaged(two: LocalBackend) -> None:
+    """After a resume on fewer nodes ``keep`` deletes where the attempt runs, and nowhere else."""
+    write_checkpoint(two.places(), NODES, 100)
+    write_checkpoint(two.places(), NODES, 150)
+    attempt_at(two.places()[0], "job-1", 2)
+    assert [c.state for c in candidates(state(two))] == ["whole", "whole"]
+    shutil.rmtree(shard(two, 0, 100, 0).parent)
+    shard(two, 0, 150, 0).unlink()
+    write_checkpoint(two.places()[:1], NODES[:1], 200, attempt=2)
+    first, second, third = candidates(state(two))
+    assert (first.state, second.state, third.state) == ("let go", "damaged", "whole")
+    assert first.problem.startswith("only nodes that attempt 2 left out still have parts of it; zerun ckpt prune")
+    gone = decide("job-1", "", [first, second, third], keep=1, pinned=frozenset(), alive=False).gone
+    assert first in gone
+
+
+def test_what_a_shared_disk_has_lost_is_sent_back_from_home(tmp_path: Path) -> None:
+    backend = local_backend(tmp_path / "cluster", [None])
+    write_run(backend.places(), NODES)
+    write_checkpoint(backend.places(), NODES, 100)
+    manifest = write_checkpoint(backend.places(), NODES, 200)
+    there, home = shard(backend, 0, 200, 0).parent, tmp_path / "home" / "job-1"
+    shutil.copytree(there, home / "checkpoints" / there.name)
+    shutil.copytree(there.parents[1] / "attempts", home / "attempts")
+    assert choose(candidates(state(backend), home, sends_back=True)) == choose(candidates(state(backend)))
+
+    shard(backend, 0, 200, 3).unlink()
+    assert choose(candidates(state(backend), home)).step == 100, "what is at home is none of the ranks'"
+    chosen = choose(candidates(state(backend), home, sends_back=True))
+    assert chosen.step == 200 and chosen.at_home and chosen.sentence() == "step 200: whole at home"
+    spec, told = launch("/x", NODES, 2, shared=True), list[str]()
+    said = send_back(backend, "job-1", home, chosen, spec, told.append)  # type: ignore[arg-type]
+    assert told == ["step 200, which is whole here and not on the cluster: 1 shard (68.4 KiB) go to shared"]
+    assert said == "step 200 was sent back from here: 1 shard (68.4 KiB)"
+    assert verify(there).ok and choose(candidates(state(backend))).step == 200
+
+    # All of it is gone, and the run's folder with it; at home a bit has flipped: nothing is sent.
+    shutil.rmtree(there.parents[1])
+    (chosen,) = candidates(state(backend), home, sends_back=True)
+    assert chosen.at_home and chosen.bytes == manifest.bytes
+    flip(home / "checkpoints" / there.name / "rank-00002.safetensors", 9)
+    with pytest.raises(VerificationFailed, match="rank 2's shard"):
+        send_back(backend, "job-1", home, chosen, spec, told.append)  # type: ignore[arg-type]
+    assert not there.exists()
+    flip(home / "checkpoints" / there.name / "rank-00002.safetensors", 9)
+    assert send_back(backend, "job-1", home, chosen, spec, told.append)  # type: ignore[arg-type]
+    assert verify(there).ok

@@ -202,7 +202,10 @@ def test_a_file_of_ranges_is_whole_or_none(tmp_path: Path) -> None:
 # --- moves ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["by themselves", "by way of home"])
+@pytest.mark.parametrize(
+    "apart",
+    [pytest.param(False, id="by themselves"), pytest.param(True, id="by way of home", marks=pytest.mark.full)],
+)
 def test_only_what_is_read_moves_and_the_shards_stay_whole_among_those_who_go_on(
     rack: LocalBackend, home: Path, tmp_path: Path, apart: bool
 ) -> None:
@@ -239,6 +242,7 @@ def test_only_what_is_read_moves_and_the_shards_stay_whole_among_those_who_go_on
     assert 1 not in after or ranges.without(before, after[1]) == ()
 
 
+@pytest.mark.full
 def test_ranges_are_no_shard_to_anybody(rack: LocalBackend, home: Path, tmp_path: Path) -> None:
     write_shards(rack, NODES)
     kept = keep_all(rack, tmp_path)
@@ -267,6 +271,7 @@ def test_ranges_are_no_shard_to_anybody(rack: LocalBackend, home: Path, tmp_path
     assert remove_checkpoint(str(folder(rack, 1)))[1] == [] and not folder(rack, 1).exists()
 
 
+@pytest.mark.full
 def test_what_is_uncertain_moves_whole(rack: LocalBackend, home: Path, tmp_path: Path) -> None:
     """At stage 0 everybody reads all; with other units, or where nobody says what was trained, who knows."""
     write_shards(rack, NODES)
@@ -282,6 +287,7 @@ def test_what_is_uncertain_moves_whole(rack: LocalBackend, home: Path, tmp_path:
     assert said is not None and "ranges" not in said
 
 
+@pytest.mark.full
 def test_a_reader_that_finds_ranges_wrong_says_so_and_the_next_resume_mends_it(
     rack: LocalBackend, home: Path, tmp_path: Path
 ) -> None:
@@ -318,11 +324,12 @@ pull.pull(json.load(sys.stdin))
 """
 
 
+@pytest.mark.full
 def test_a_killed_move_leaves_nothing_that_counts(rack: LocalBackend, home: Path, tmp_path: Path) -> None:
     manifest = write_shards(rack, NODES)
     kept = keep_all(rack, tmp_path)
-    server = {"run_dir": str(folder(rack, 1).parents[1]), "token": "token", "node": "localhost", "address": "127.0.0.1",
-              "others": [], "ports": None, "python": None}  # fmt: skip
+    server: dict[str, Any] = {"run_dir": str(folder(rack, 1).parents[1]), "token": "token", "node": "localhost"}
+    server.update(address="127.0.0.1", others=[], ports=None, python=None)
     with rack.serve(rack.places()[1], server) as stream:
         said = json.loads(next(iter(stream)).split(b"\n")[0])
         shard = to_plain(manifest.shards[1])
