@@ -51,37 +51,7 @@ def _start_anew(
     spec: LaunchSpec, folder: AttemptFolder, node: str, node_rank: int, meeting: Optional[Announcement]
 ) -> Answer:
     read_end, write_end = os.pipe()
-    way = outlive.way()
-    argv = [
-        *way.argv,
-        sys.executable,
-        spec.runtime,
-        "agent",
-        "--kept-by",
-        way.by,
-        "--run-dir",
-        spec.run_dir,
-        "--attempt",
-        str(spec.attempt),
-    ]
-    argv += ["--node", node, "--ready-fd", str(write_end)]
-    if meeting is not None:
-        argv += ["--rendezvous", f"{meeting.address}:{meeting.port}"]
-        argv += ["--control", f"{meeting.address}:{meeting.control_port}"]
-    marks = {"ZERUN_TOKEN": spec.token, "ZERUN_NODE": node}
-    if os.environ.get("ZERUN_LEASES"):  # another place for them: of use on one's own machine alone
-        marks["ZERUN_LEASES"] = os.environ["ZERUN_LEASES"]
-    with open(folder.agent_log(node), "ab") as log:
-        agent = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env=environment.encoded({**environment.site({}), **marks, **way.environment}),
-            pass_fds=(write_end,),
-            start_new_session=True,
-        )
+    agent = _begin(spec, folder, node, meeting, write_end)
     os.close(write_end)
     pid = processes.process_id(agent.pid)
     try:
@@ -93,14 +63,9 @@ def _start_anew(
         other = _place_of(folder, node)
         if other is not None:
             return _adopt(folder, node, node_rank, other)
-    if "refused" in said:
-        agent.wait()
-        kind = Busy if said.get("busy") else Refused
-        raise kind(str(said["refused"]), hint=said.get("hint"))
-    if "failed" in said:
-        raise JobFailed(f"the agent on {node} could not start the job: {said['failed']}")
-    if "ready" not in said and agent.poll() is not None:
-        raise JobFailed(f"the agent on {node} ended at once (status {agent.returncode}): {_last_lines(folder, node)}")
+    problem = _why_not(said, agent, folder, node)
+    if problem is not None:
+        raise problem
     if node_rank == 0 and "announced" not in said:
         raise ZerunError(
             f"the agent on {node} (pid {agent.pid}) did not announce a rendezvous in {_FIRST_WORD_S:.0f} s"
@@ -112,6 +77,47 @@ def _start_anew(
         "pid": to_plain(pid),
         "announcement": to_plain(Announcement(*announced)) if announced else None,
     }
+
+
+def _begin(
+    spec: LaunchSpec, folder: AttemptFolder, node: str, meeting: Optional[Announcement], ready_fd: int
+) -> subprocess.Popen[bytes]:
+    """An agent in a session of its own, which says on ``ready_fd`` how far it came."""
+    way = outlive.way()
+    argv = [*way.argv, sys.executable, spec.runtime, "agent", "--kept-by", way.by]
+    argv += ["--run-dir", spec.run_dir, "--attempt", str(spec.attempt), "--node", node, "--ready-fd", str(ready_fd)]
+    if meeting is not None:
+        argv += ["--rendezvous", f"{meeting.address}:{meeting.port}"]
+        argv += ["--control", f"{meeting.address}:{meeting.control_port}"]
+    marks = {"ZERUN_TOKEN": spec.token, "ZERUN_NODE": node}
+    if os.environ.get("ZERUN_LEASES"):  # another place for them: of use on one's own machine alone
+        marks["ZERUN_LEASES"] = os.environ["ZERUN_LEASES"]
+    with open(folder.agent_log(node), "ab") as log:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=environment.encoded({**environment.site({}), **marks, **way.environment}),
+            pass_fds=(ready_fd,),
+            start_new_session=True,
+        )
+
+
+def _why_not(
+    said: Dict[str, Any], agent: subprocess.Popen[bytes], folder: AttemptFolder, node: str
+) -> Optional[ZerunError]:
+    """Why the agent runs no ranks, as it said it or as its end shows it; None while nothing speaks against it."""
+    if "refused" in said:
+        agent.wait()
+        kind = Busy if said.get("busy") else Refused
+        return kind(str(said["refused"]), hint=said.get("hint"))
+    if "failed" in said:
+        return JobFailed(f"the agent on {node} could not start the job: {said['failed']}")
+    if "ready" not in said and agent.poll() is not None:
+        return JobFailed(f"the agent on {node} ended at once (status {agent.returncode}): {_last_lines(folder, node)}")
+    return None
 
 
 def _listen(handle: int, wanted: str) -> Dict[str, Any]:
