@@ -164,6 +164,8 @@ def _steps(policy: str, size: str, rank: int, pipe: Any) -> None:
         began = time.perf_counter()
         for tokens in batches:
             loss = training.step(tokens)
+        if training.finish is not None:
+            training.finish()
         pipe.send((time.perf_counter() - began, float(loss)))
 
 

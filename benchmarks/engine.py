@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2, help="ranks, one thread each (default 2)")
     parser.add_argument("--parameters", choices=policies.SIZES, default="11M", help="size of the model (default 11M)")
     parser.add_argument("--pairs", type=int, default=PAIRS, help=f"turns (default {PAIRS}); below {FEWEST} no interval")
-    parser.add_argument("--steps", type=int, default=2, help="steps that a policy takes in its turn (default 2)")
+    parser.add_argument("--steps", type=int, default=4, help="steps that a policy takes in its turn (default 4)")
     parser.add_argument("--policies", metavar="NAME,…", help=f"default all: {','.join(policies.POLICIES)}")
     parser.add_argument("--quiet", type=float, default=0.0, metavar="SECONDS", help="wait so long for a quiet machine")
     how = parser.add_mutually_exclusive_group()

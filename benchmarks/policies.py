@@ -9,6 +9,10 @@ What is set beyond a library's defaults, and why:
   1 and 2 reduce to the owner (``use_multi_rank_bucket_allreduce`` off: 2Ψ instead of 3Ψ); stage 3 without its limits
   below which a model is kept whole, so that it is stage 3 (two blocks live at once, as in ours); buckets as large as
   everyone's.
+- ``zero1`` and ``zero2`` as the launcher trains this model: updated parameters arrive during the next forward
+  (``zero.overlap_gather``); ``zero1-waits`` and ``zero2-waits`` wait for them at the end of a step.
+- ``zero3-trims`` leaves the heap of the process as glibc has it, ``fsdp2-heap`` gives FSDP2 the engine's setting
+  (``launcher/engine/heap.py``): what of the ratio is the allocator's.
 - ``zero0-native``: stage 0 with the library's all-reduce (``zero.reduce_with``); the other stages sum in rank order.
 - ``alone``: every rank trains for itself and nothing is communicated; its loss is not comparable.
 """
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 from launcher.contract.train import GPT as GPTConfig
 from launcher.engine import gpt
 from launcher.engine.comm import Comm
+from launcher.engine.heap import keep_freed
 from launcher.engine.zero import ZeroEngine
 
 MICRO_BATCH = 4
@@ -46,11 +51,13 @@ SIZES = {
 class Training:
     """``step(tokens)`` is one whole optimizer step on (batch, seq + 1) tokens; its loss, before the update.
 
-    ``comm`` counts what is sent, where the policy counts for itself.
+    ``comm`` counts what is sent, where the policy counts for itself. ``finish`` waits for what a step leaves under
+    way for the next one: it belongs to the time of a turn.
     """
 
     step: Callable[[Tensor], Tensor]
     comm: Comm | None = None
+    finish: Callable[[], None] | None = None
 
 
 def make_model(size: str) -> gpt.GPT:
@@ -118,10 +125,10 @@ def _fsdp2(reshard: bool) -> Callable[[gpt.GPT], Training]:
     return build
 
 
-def _zero(stage: int, reduce_with: str = "ordered") -> Callable[[gpt.GPT], Training]:
+def _zero(stage: int, **settings: Any) -> Callable[[gpt.GPT], Training]:
     def build(model: gpt.GPT) -> Training:
         optimizer = {"lr": LR, "betas": BETAS, "eps": EPS, "clip": CLIP}
-        zero = {"stage": stage, "bucket_bytes": BUCKET_BYTES, "reduce_with": reduce_with}
+        zero = {"stage": stage, "bucket_bytes": BUCKET_BYTES, **settings}
         engine = ZeroEngine(model, {"zero": zero, "optimizer": optimizer})
 
         def step(tokens: Tensor) -> Tensor:
@@ -130,9 +137,29 @@ def _zero(stage: int, reduce_with: str = "ordered") -> Callable[[gpt.GPT], Train
             engine.step()
             return loss.detach()
 
-        return Training(step, engine.comm)
+        return Training(step, engine.comm, engine.finish_gathering)
 
     return build
+
+
+def _trimming(build: Callable[[gpt.GPT], Training]) -> Callable[[gpt.GPT], Training]:
+    """The engine leaves alone what a user has said; these are glibc's own values."""
+
+    def chosen(model: gpt.GPT) -> Training:
+        os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"  # read by the engine; glibc reads it at a process's start only
+        return build(model)
+
+    return chosen
+
+
+def _keeping(build: Callable[[gpt.GPT], Training]) -> Callable[[gpt.GPT], Training]:
+    def chosen(model: gpt.GPT) -> Training:
+        training = build(model)
+        if not keep_freed(torch.device("cpu")):
+            raise SystemExit("the heap of this process cannot be set")
+        return training
+
+    return chosen
 
 
 def deepspeed_config(stage: int, fair: bool, live: int) -> dict[str, Any]:
@@ -182,10 +209,13 @@ def _deepspeed(stage: int, fair: bool) -> Callable[[gpt.GPT], Training]:
 
 POLICIES: dict[str, Callable[[gpt.GPT], Training]] = {
     **{f"zero{stage}": _zero(stage) for stage in range(4)},
-    "zero0-native": _zero(0, "native"),
+    "zero0-native": _zero(0, reduce_with="native"),
+    **{f"zero{stage}-waits": _zero(stage, overlap_gather=False) for stage in (1, 2)},
     "ddp": _ddp,
     "fsdp2": _fsdp2(True),
     "fsdp2-kept": _fsdp2(False),
+    "zero3-trims": _trimming(_zero(3)),
+    "fsdp2-heap": _keeping(_fsdp2(True)),
     "alone": _alone,
     **{
         f"deepspeed{stage}-{'set' if fair else 'default'}": _deepspeed(stage, fair)

@@ -58,6 +58,7 @@ class Zero:
     prefetch: int = 1  # units gathered ahead of use at stage 3
     replicas: int = 1  # groups of data-parallel ranks that each hold everything once, partitioned inside
     reduce_with: str = "ordered"  # ordered | native: at stage 0, the library's own all-reduce
+    overlap_gather: Optional[bool] = None  # stages 1, 2: parameters arrive in the next forward; None: the model says
 
 
 @dataclass(frozen=True)

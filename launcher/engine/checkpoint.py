@@ -72,6 +72,7 @@ def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
 def begin(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
     """The folder for the shards. A checkpoint of this step that another attempt left there is none from now on: what
     is half of one and half of the other must not look whole."""
+    engine.finish_gathering()
     target = step_folder(folder, step)
     target.mkdir(parents=True, exist_ok=True)
     if _writes_manifest(engine, about):
@@ -217,6 +218,7 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
     Raises :class:`VerificationFailed` naming rank, file and block when bytes are not what the manifest
     says, :class:`UsageError` when the model is another.
     """
+    engine.finish_gathering()
     target, manifest, data = read_manifest(folder, step)
     digests = gather_bytes(engine.ranks.world, hashlib.sha256(data).digest(), "comparing manifests", engine.device)
     if len(set(digests)) > 1:

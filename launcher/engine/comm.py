@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..contract.errors import JobFailed
 from .absent import absent
+from .ending import rest_before_exit
 
 GATHER_TAG, REDUCE_TAG, EXCHANGE_TAG = 101, 102, 103
 
@@ -65,7 +66,7 @@ class Comm(Protocol):
         """Reduce-scatter: part ``rank`` of the sum of every rank's ``flat`` ``(size·k,)`` into ``out`` ``(k,)``.
 
         ``add`` adds to what is in ``out``. ``out`` may be wider than ``flat`` (fp32 sums of 16-bit messages),
-        or part ``rank`` of ``flat`` itself; ``flat`` and ``scratch`` (as long as ``flat``) are clobbered.
+        or part ``rank`` of ``flat`` itself; ``flat`` and ``scratch`` ``((size-1)·k,)`` are clobbered.
         """
 
     def all_reduce(self, flat: Tensor, what: str) -> Pending:
@@ -151,6 +152,7 @@ class _Base:
     """What both kinds share: counting, small messages, errors that name the missing rank."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        rest_before_exit()
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -240,25 +242,28 @@ class PeerComm(_Base):
 
     def reduce(self, flat: Tensor, out: Tensor, scratch: Tensor, what: str, *, add: bool = False) -> Pending:
         handles: list[tuple[Any, int]] = []
+        width = flat.numel() // self.size
+        rows = list(torch.split(scratch, width)) if self.size > 1 else []
+        rows.insert(self.rank, self._part(flat, self.rank))
         if self.size > 1:
             self._count(flat)
             try:
                 for distance in range(1, self.size):
                     to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
                     handles.append((self._send(self._part(flat, to), to, REDUCE_TAG), to))
-                    handles.append((self._receive(self._part(scratch, source), source, REDUCE_TAG), source))
+                    handles.append((self._receive(rows[source], source, REDUCE_TAG), source))
             except RuntimeError as error:
                 raise self.failed(what, to, error) from error
         pending = _Sum(self, what, handles)
-        pending.rows = [self._part(flat if i == self.rank else scratch, i) for i in range(self.size)]
-        pending.out, pending.spare, pending.add = out, self._part(scratch, self.rank), add
+        pending.rows, pending.out, pending.spare, pending.add = rows, out, rows[self.rank], add
         if self.size == 1:
             pending._finish()
         return pending
 
     def all_reduce(self, flat: Tensor, what: str) -> Pending:
         if self.size > 1:
-            self.reduce(flat, self._part(flat, self.rank), torch.empty_like(flat), what).wait()
+            own = self._part(flat, self.rank)
+            self.reduce(flat, own, flat.new_empty(flat.numel() - own.numel()), what).wait()
         return self.gather(flat, what)
 
     def _send(self, value: Tensor, to: int, tag: int) -> Any:
@@ -297,8 +302,8 @@ class NativeComm(_Base):
         pending = _Added(self, what, [])
         pending.out = out
         if flat.dtype != out.dtype:  # the library adds in the message's precision
-            flat, scratch = flat.to(out.dtype), torch.empty(flat.numel(), dtype=out.dtype, device=out.device)
-        target = self._part(scratch, self.rank) if add else out
+            flat, scratch = flat.to(out.dtype), torch.empty_like(out)
+        target = scratch[: out.numel()] if add else out
         if self.size == 1:
             sum_rows([flat], target)
             pending.summed = target if add else None

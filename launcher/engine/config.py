@@ -97,6 +97,11 @@ def _check_gathering(zero: Zero) -> None:
     """What a plain mapping may have wrong of what stage 3 gathers, and when."""
     if zero.reshard not in RESHARD:
         raise UsageError(f"zero.reshard is {zero.reshard!r}; accepted are {', '.join(RESHARD)}")
+    if zero.overlap_gather and zero.stage not in (1, 2):
+        raise UsageError(
+            f"zero.overlap_gather goes with stages 1 and 2, not with {zero.stage}",
+            hint="stage 0 has nothing to gather after its step, stage 3 gathers in forward anyhow",
+        )
     if zero.prefetch < 0:
         raise UsageError(f"zero.prefetch is {zero.prefetch}; at least 0 is needed")
     rule = zero.unit

@@ -176,7 +176,7 @@ class FlatTorch:
             for parameter in parameters:
                 parameter.grad = None
             pieces.leave()
-        for unit in sorted({run.unit for run in self._runs}):
+        for unit in dict.fromkeys(run.unit for run in self._runs):
             done(unit)
 
     def storages(self) -> list[Tensor]:

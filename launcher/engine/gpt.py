@@ -62,6 +62,7 @@ class GPT(nn.Module):
     """``forward(tokens)``: (batch, seq) → logits (batch, seq, vocab); with ``targets`` the mean loss."""
 
     zero_kept = ("embedding.weight",)  # the head uses it too, after the embedding has
+    zero_read_by_forward = True  # nothing else reads parameters: those of a step may arrive during the next forward
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -81,12 +81,12 @@ class Pieces:
 
     @classmethod
     def of(cls, runs: Sequence[Run], *, by_unit: bool = False) -> list[Pieces]:
-        """The runs, sorted into sets of one (unit,) group, dtype and device."""
+        """Sets of runs of one group, dtype and device, sorted; with ``by_unit`` of one unit, in the order given."""
         kinds: dict[tuple[int, int, str, str], list[Run]] = {}
         for run in runs:
             kind = (run.group, str(run.parameter.dtype), str(run.parameter.device))
             kinds.setdefault((run.unit if by_unit else 0, *kind), []).append(run)
-        return [cls(kinds[key]) for key in sorted(kinds)]
+        return [cls(kinds[key]) for key in (kinds if by_unit else sorted(kinds))]
 
     def enter(self) -> list[list[Tensor]]:
         """Brings the rests into the rows; the tensors of every column, gradients in the parameters' dtype."""

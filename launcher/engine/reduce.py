@@ -117,8 +117,8 @@ class GradientFlow:
         whole = [(self._wire(b), b.stop - b.start) for b in self._order] if comm.size > 1 and not self.native else []
         shares = [(self._sum(b), (b.stop - b.start) // comm.size) for b in self._order if self.replica.size > 1]
         self._buffers = self._pools(whole if every_micro_step else [])
-        self._scratch = self._pools(whole)
-        self._shares = self._pools(shares)
+        self._scratch = self._pools([(dtype, _of_others(numel, comm)) for dtype, numel in whole])
+        self._shares = self._pools([(dtype, _of_others(numel, self.replica)) for dtype, numel in shares])
 
     def _plan(self, number: int, flat: FlatUnit) -> None:
         unit = flat.unit
@@ -289,7 +289,7 @@ class GradientFlow:
             self._land()
         scratch = pool.take()
         add = self.every_micro_step and not self._first
-        pending = self.comm.reduce(payload, out, _first(scratch, width), what, add=add)
+        pending = self.comm.reduce(payload, out, _first(scratch, _of_others(width, self.comm)), what, add=add)
         self._flights.append(_Flight(pending, bucket, scratch, bucket.buffer))
         bucket.buffer = None
 
@@ -318,7 +318,7 @@ class GradientFlow:
         scratch, width = pool.take(), part.numel() // self.replica.size
         out = part[self.replica.rank * width : (self.replica.rank + 1) * width]
         what = f"sum over replicas of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
-        pending = self.replica.reduce(part, out, _first(scratch, part.numel()), what)
+        pending = self.replica.reduce(part, out, _first(scratch, _of_others(part.numel(), self.replica)), what)
         self._crossings.append(_Flight(pending, bucket, scratch))
 
     def _cross_back(self) -> None:
@@ -341,6 +341,11 @@ class GradientFlow:
             assert flat.gradient is not None
             what = f"gather of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
             self._gathers.append(self.comm.gather(flat.gradient[bucket.start : bucket.stop], what))
+
+
+def _of_others(numel: int, comm: Comm) -> int:
+    """Of a message of ``numel`` elements: what arrives from other ranks."""
+    return numel - numel // comm.size
 
 
 def _first(buffer: Tensor, count: int) -> Tensor:

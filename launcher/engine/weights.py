@@ -40,6 +40,7 @@ def load_weights(engine: ZeroEngine, path: Path) -> int:
     Returns the bytes that this rank read of tensors. Raises :class:`UsageError` on every rank for names and
     shapes that are not the model's, and where ranks see different files.
     """
+    engine.finish_gathering()
     stored = read_weights(path)
     buffers = dict(persistent_buffers(engine.model))
     _same_everywhere(engine, path, stored)

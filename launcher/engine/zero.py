@@ -6,8 +6,8 @@ A step, in phases (``stage`` says what is partitioned, see ``flat.Stage``)::
     backward   stage 3 gathers again; gradients leave autograd one by one, fill
                buckets, and each full bucket is summed to the ranks that own it      Ψ (stage 3: 2Ψ)
     step       global norm, clipping, the optimizer on what this rank owns
-               stages 1 and 2 gather the updated parameters; stage 0 has gathered
-               the gradients instead                                                 Ψ (stages 0–2)
+               stages 1 and 2 gather the updated parameters (``overlap_gather``: they
+               arrive during the next forward); stage 0 has gathered the gradients   Ψ (stages 0–2)
 
 Losses are means over a micro-batch; they are divided by micro-steps × ranks once, in :meth:`step`.
 """
@@ -30,6 +30,7 @@ from ..contract.errors import JobFailed, UsageError
 from ..contract.train import TrainConfig
 from . import checkpoint
 from .activations import make_store, recompute
+from .arriving import Arriving, read_by_forward
 from .background import Background
 from .comm import Comm, barrier
 from .config import ConfigLike, EngineConfig
@@ -38,6 +39,7 @@ from .elementwise import Choice, Chosen
 from .flat import STAGES, FlatUnit
 from .gathering import Gathering
 from .groups import Groups, of_config
+from .heap import keep_freed
 from .norm import NormPlan
 from .precision import LossScale, gradient_dtype, working_dtype
 from .ranks import Ranks
@@ -117,9 +119,15 @@ class ZeroEngine:
             self.gathering = Gathering(
                 self.model, self.units, prefetch=zero.prefetch, reshard=zero.reshard, watch=zero.unit is not None
             )
+        self.arriving: Arriving | None = None
+        wanted = self.config.zero.overlap_gather
+        if self._hands_out and (read_by_forward(self.model) if wanted is None else wanted):
+            self.arriving = Arriving(self.model, self.units)
         for flat in self.units:
             flat.make_moments(len(chosen.moments))
-        runs = [run._replace(unit=number) for number, flat in enumerate(self.units) for run in flat.runs()]
+        # What no module uses alone is needed first, so it is updated and handed out first.
+        first = sorted(range(len(self.units)), key=lambda number: bool(self.units[number].unit.modules))
+        runs = [run._replace(unit=number) for number in first for run in self.units[number].runs()]
         self.optimizer = chosen.on(runs, described.groups)
         self.flow = GradientFlow(
             self.units,
@@ -139,6 +147,7 @@ class ZeroEngine:
             for index, tensor in enumerate(flat.tensors)
         ]
         self._unchanged = Unchanged(self.model, self.units)
+        keep_freed(self.device)
         self._in_backward = False
 
     def _build(
@@ -289,6 +298,7 @@ class ZeroEngine:
                 hint="a step needs one backward per micro-step",
             )
         self._unchanged.check()
+        self.finish_gathering()  # a backward without the model's forward
         self.micro_step = 0
         scale = 1.0 / (self.config.accumulation * self.comm.size * self.loss_scale.value)
         norm = math.sqrt(self.norm.sum_of_squares()) * scale
@@ -305,8 +315,11 @@ class ZeroEngine:
         for number in updated:
             self._hand_out(number)
         self.loss_scale.went_well()
-        for flat in self.units:
-            flat.wait()
+        if self.arriving is None:
+            for flat in self.units:
+                flat.wait()
+        else:
+            self.arriving.begin()
         self._synchronise_buffers("buffers")
         return StepInfo(norm)
 
@@ -314,8 +327,18 @@ class ZeroEngine:
         """Every rank gets what this one has just updated of a unit, unless they gather it themselves (stage 3)."""
         flat = self.units[number]
         flat.master_to_parameters()
-        if self.stage.shards_optimizer and not self.stage.shards_parameters:
+        if self._hands_out:
             flat.gather_updated()
+
+    @property
+    def _hands_out(self) -> bool:
+        return self.stage.shards_optimizer and not self.stage.shards_parameters
+
+    def finish_gathering(self) -> None:
+        """Waits for updated parameters that are still on their way (``zero.overlap_gather``). Every rank calls it
+        before its process ends; ``gathered``, ``save``, ``load`` and the model's ``state_dict`` do so themselves."""
+        if self.arriving is not None:
+            self.arriving.wait()
 
     @contextmanager
     def _unused_left_alone(self) -> Iterator[bool]:
@@ -362,6 +385,7 @@ class ZeroEngine:
     def gathered(self) -> Iterator[None]:
         """Inside, every parameter is whole on every rank; changes made to them are not kept at stage 3."""
         if self.gathering is None:
+            self.finish_gathering()
             yield
             return
         self.gathering.pinned += 1

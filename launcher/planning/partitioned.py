@@ -28,6 +28,7 @@ def zero_of(zero: Zero, nodes: int) -> train.Zero:
         prefetch=zero.prefetch,
         replicas=nodes if zero.replicas == "nodes" else zero.replicas,
         reduce_with=zero.reduce_with,
+        overlap_gather=zero.overlap_gather if zero.stage in (1, 2) else None,
     )
 
 

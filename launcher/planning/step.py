@@ -188,12 +188,18 @@ def _buckets(step: Step) -> StepLine:
         return _constant("communication buckets", 0, "one rank sends nothing")
     if step.state.zero_stage == 0 and step.zero.reduce_with == "native":
         return _constant("communication buckets", 0, "the library sums in place")
-    kinds = 2 if step.sums_every_micro_step else 1
+    ranks, replicas = step.layout.ranks, step.layout.replicas
     width = bucket_width(step.layout)
-    held = kinds * IN_FLIGHT * width * step.message_item
-    note = f"{kinds * IN_FLIGHT} buffers of {width * step.message_item:,} bytes, allocated once"
-    if step.layout.replicas > 1:
-        share = width // step.layout.ranks * step.gradient_item
+    message = width * step.message_item
+    others = message - message // ranks
+    held = IN_FLIGHT * others
+    note = f"{IN_FLIGHT} buffers of {others:,} bytes for what other ranks send, allocated once"
+    if step.sums_every_micro_step:
+        held += IN_FLIGHT * message
+        note = f"{IN_FLIGHT} buffers of {message:,} bytes for gradients, {note}"
+    if replicas > 1:
+        share = width // ranks * step.gradient_item
+        share -= share // replicas
         held += IN_FLIGHT * share
         note += f"; {IN_FLIGHT} of {share:,} bytes for sums across replicas"
     return _constant("communication buckets", held, note)

@@ -19,6 +19,7 @@ from .pool_model import like_problem, said_of
 from .values import whole_or_none
 from .zero_model import Zero
 
+TRUE = (True, "true", "True", "TRUE")
 _NO_SAVES = "background is of saves on the way, and without every there are none: write every: 50, or 30min"
 
 
@@ -62,8 +63,11 @@ def _of_job(given: Mapping[str, Any]) -> Iterator[Idle]:
             if zero.get(key) is not None and str(zero[key]) != str(Zero.model_fields[key].default):
                 said = f"{key} says how stage 3 gathers, and means nothing at stage {stage}"
                 yield Idle(("zero", key), (("zero", "stage"),), f"{said}: write stage: 3, or leave {key} out")
+    if stage in (0, 3) and zero.get("overlap_gather") in TRUE:
+        said = "overlap_gather lets updated parameters of stages 1 and 2 arrive in the next forward, and means nothing"
+        yield Idle(("zero", "overlap_gather"), (("zero", "stage"),), f"{said} at stage {stage}: leave it out")
     background = checkpoint.get("background")
-    if background in (True, "true", "True", "TRUE") and checkpoint.get("every") is None:
+    if background in TRUE and checkpoint.get("every") is None:
         yield Idle(("checkpoint", "background"), (("checkpoint", "every"),), _NO_SAVES)
 
 

@@ -11,7 +11,7 @@ from . import values
 from .description import Description
 from .device_model import PRECISIONS
 from .mistakes import Mistake, shown, wrong
-from .values import Bytes, Line, Whole, choice, whole_or_none
+from .values import Bytes, Flag, Line, Whole, choice, whole_or_none
 
 
 def _names(value: Any) -> tuple[Any, ...]:
@@ -73,6 +73,7 @@ class Zero(Description):
     prefetch: Annotated[Whole, values.at_least(0, 64)] = 1
     replicas: Annotated[int | Literal["nodes"], BeforeValidator(_replicas)] = 1
     reduce_with: Annotated[Literal["ordered", "native"], choice("ordered", "native")] = "ordered"
+    overlap_gather: Flag | None = None
 
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.contract.errors import DescriptionError
+from launcher.planning.partitioned import zero_of
 from launcher.specs import describe, job_from_plain, parse_text
 from launcher.specs.idle import words
 
@@ -80,3 +81,15 @@ def test_memory_per_slot_of_pools_is_for_those_that_take_it() -> None:
     assert all("in a circle" in line for line in refused("cluster", circle))
     lost = pools.replace("  b: {like: a", "  b: {like: c") + "  d: {like: b}\n"
     assert refused("cluster", lost)[1].startswith("f.yaml:6:13: there is no pool 'c'")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_can_arrive_later_is_what_stages_1_and_2_gather_after_a_step(stage: int) -> None:
+    late = JOB.replace("stage: 3, reshard: keep, prefetch: 2", "stage: 2, overlap_gather: true")
+    found = job_from_plain(describe(parse_text("job", late, "f.yaml"))).zero
+    assert found is not None and found.overlap_gather is True
+    said = refused("job", late.replace("stage: 2", f"stage: {stage}"))
+    assert len(said) == 1 and said[0].startswith("f.yaml:4:18: overlap_gather lets updated parameters of stages 1 and 2")
+    job = parse_text("job", late, "f.yaml", [f"zero.stage={stage}"])
+    assert [line.split()[0] for line in words(job)] == ["zero.overlap_gather"]
+    assert job.zero is not None and zero_of(job.zero, 1).overlap_gather is None
