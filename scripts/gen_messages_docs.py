@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.backends.protocol import Handle, Poll
+from launcher.bundles import CodeBundle
 from launcher.checkpoints import Candidate, explain
 from launcher.cli import show
 from launcher.cli.main import run as command
@@ -152,6 +153,21 @@ def resumed() -> str:
     return "\n".join([f"$ zerun resume {NAME}", *lines, NAME])
 
 
+def code() -> str:
+    """A submit's line about the code: at first, with a changed file, with none, to nodes of which one was empty."""
+    contents = {f"{n}": b"\n" * (3_100 if n == 7 else 56_000) for n in range(214)}
+    size = sum(map(len, contents.values()))
+    tree = CodeBundle(
+        "x.tree", b"", "", len(contents), size, True, "8f31c0de", "main", ("train.py",), contents=contents,
+        digests=tuple(contents),
+    )  # fmt: skip
+    every, one = frozenset(contents), frozenset({"7"})
+    cases: Sequence[dict[str, frozenset[str]]] = (
+        {"login": every}, {"login": one}, {"login": frozenset()}, {"gpu01": one, "gpu02": every},
+    )  # fmt: skip
+    return "\n".join(tree.sentence(sent) for sent in cases)
+
+
 def refused(project: Path, *argv: str) -> str:
     """What the command prints on stderr, and its exit status."""
     said = io.StringIO()
@@ -194,6 +210,7 @@ def page() -> str:
             if value is not None:
                 os.environ[name] = value
     states: Sequence[tuple[str, Callable[[], str]]] = (
+        ("The code that a submit sends", code),
         ("Pending", pending), ("Running", running), ("Done", done), ("Failed", failed),
         ("Ended by its time limit, with a checkpoint", time_limit), ("The cluster does not answer", unknown),
         ("Resumed", resumed),
