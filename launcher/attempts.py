@@ -18,6 +18,7 @@ from .bundles import GONE, Bundle, CodeBundle, Shipment, Wish, code_bundle, is_l
 from .contract.errors import Interrupted, Refused, Unreachable, UsageError, ZerunError
 from .contract.folder import RunFolder
 from .contract.plain import PlainError, dumps, from_plain, to_plain, write_atomically
+from .contract.shipped import touch
 from .observe import observe
 from .runs import EXITS, Event, Run, RunState, RunStore, fold
 
@@ -220,6 +221,7 @@ class Attempts:
         if not path.exists() or path.read_bytes() != bundle.data:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, bundle.data)
+        touch(str(path))
         return bundle
 
     def shipment(self, name: str) -> Shipment:
