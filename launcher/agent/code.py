@@ -7,14 +7,16 @@ import os
 import shutil
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, List, Sequence, Tuple
 
-from ..contract.bundle import SUFFIX, copy_content, read_listing
+from ..contract.bundle import SUFFIX, File, copy_content, read_listing
 from ..contract.errors import Refused, Unreachable
 from ..contract.plain import write_atomically
 
 WAIT_S = 120.0
+_AT_ONCE = 8
 
 
 def unpack(bundle: str, run_dir: str) -> Path:
@@ -71,16 +73,24 @@ def _is_there(bundle: str, run_dir: str) -> bool:
 
 
 def _lay_out(bundle: str, root: Path) -> None:
-    """The files of a listing out of the contents beside it."""
+    """The files of a listing out of the contents beside it, several at once: on a cluster's disk opening one is mostly
+    waiting for it."""
     listing = read_listing(bundle)
     runs = Path(bundle).parents[1]
-    for file in listing.files:
-        path = root / _inside(file.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+    places = [(root / _inside(file.name), file) for file in listing.files]
+    for folder in sorted({path.parent for path, _ in places}):
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def lay(place: Tuple[Path, File]) -> None:
+        path, file = place
         with open(path, "xb") as target:
             copy_content(runs, file.digest, target.write)
         path.chmod(0o755 if file.executable else 0o644)
         os.utime(path, (0, 0))  # as it was shipped: what the job makes itself is younger
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for _ in pool.map(lay, places):
+            pass
     _link([(root / _inside(link.name), link.name, link.target) for link in listing.links], root)
 
 

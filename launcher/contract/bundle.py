@@ -69,6 +69,8 @@ def decode(data: bytes, name: str) -> Listing:
         found = from_plain(Listing, loads(data))
     except (PlainError, ValueError) as problem:
         raise VerificationFailed(f"{name} is no listing of a job's code: {problem}") from problem
+    if found.format != 1:
+        raise VerificationFailed(f"{name} is a listing of format {found.format}, which this version does not read")
     sizes = found.sizes
     for file in found.files:
         if not _DIGEST.match(file.digest) or file.size < 0 or sizes[file.digest] != file.size:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
 import random
+import shutil
+import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +103,29 @@ def test_a_submit_killed_while_it_sends_is_gone_on_with(tree: Site, testbed: Any
     assert came["node01"] < 33_600_000 - 1_500_000 * int(there) and " of 84 files sent to " in line, (came, line)
     first, second = told(tree, run)
     assert first == second and len(first) == 81
+
+
+@pytest.mark.full
+def test_a_run_of_an_older_zerun_is_resumed_with_its_archive(laptop: Site) -> None:
+    laptop.write("script.py", "raise SystemExit(3)\n")
+    laptop.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python="python3", more=""))
+    run = laptop.zerun("submit", "jobs/p.yaml", "--cluster", "here", "--follow", code=1).stdout.strip()
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        script = b"print('out of the archive')\n"
+        info = tarfile.TarInfo("script.py")
+        info.size = len(script)
+        archive.addfile(info, io.BytesIO(script))
+    name = f"{hashlib.sha256(packed.getvalue()).hexdigest()}.tar.gz"
+    blobs = laptop.folder / "runs/.blobs"
+    (blobs / name).write_bytes(packed.getvalue())
+    shutil.rmtree(blobs / "contents")
+    about = laptop.run_folder(run) / "run.json"
+    told = json.loads(about.read_bytes())
+    about.write_text(json.dumps({**told, "code": {**told["code"], "name": name}}))
+    laptop.zerun("resume", run, "--follow")
+    assert "out of the archive" in laptop.zerun("logs", run).stdout
+    assert json.loads((laptop.run_folder(run) / "attempts/2/launch.json").read_bytes())["code"].endswith(name)
 
 
 @pytest.mark.full
