@@ -40,6 +40,7 @@ answer is a script). Off a terminal nothing is cut, wrapped, coloured or animate
 `RUN` is a run's id, a unique beginning of one, or `last`.
 `CLUSTER` is a path or a name found in `clusters/`; without it the job's `cluster:`, then `$ZERUN_CLUSTER`, then
 `~/.config/zerun/cluster`. Runs are kept in the project root's `runs/`, or in `$ZERUN_RUNS`.
+`zerun --install-completion`, once a shell, completes verbs, options, runs and clusters on Tab.
 """
 
 EXIT_HEAD = """## Exit codes

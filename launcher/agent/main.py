@@ -84,7 +84,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return int(problem.exit_code)
     except OSError as problem:
         full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = None if full else "the folder paths.runs must be one that you may write to on this machine"
+        hint = None if full else "on that machine your user must be able to reach it, and to write into paths.runs"
         _reply({"error": f"{verb}: {problem.strerror or problem}: {problem.filename or ''}".rstrip(": "), "hint": hint})
         return int(Exit.NO_SPACE if full else Exit.USAGE)
     except (ValueError, KeyError, TypeError) as problem:

@@ -70,7 +70,8 @@ def export_verb(
     )
     show.data(f"step {made.step}: {what}: {made.folder}")
     if form == "safetensors":
-        show.note(f"a new job begins from it with: model: {{…, weights: {made.folder}}}")
+        show.note("a new job begins from it with model: {…, weights: PATH}: a copy inside the job's code (relative),")
+        show.note("or, where that is too large to travel, one that you put on the cluster (absolute)")
 
 
 def import_verb(

@@ -180,7 +180,8 @@ def logs_verb(
 ) -> None:
     """Prints every rank's lines, merged by time, each behind `rank@node`.
 
-    Ctrl-C while following detaches; the job goes on.
+    Of a run that was started again, those of its newest attempt; `collect` brings every attempt's, in
+    runs/RUN/attempts/N/logs. Ctrl-C while following detaches; the job goes on.
     """
     from ..logs.select import select
     from .follow import detached, until_it_starts
@@ -204,7 +205,7 @@ def logs_verb(
             _say_who_is_not_there(app, name, chosen)
             if not any((ranks, node, grep, since)) and tail != 0:
                 show.note(f"no rank has written a line; zerun status {name} says where it stands,")
-                show.note(f"zerun collect {name} brings what setup said")
+                show.note(f"zerun collect {name} brings what setup said (attempts/N/logs/setup-NODE.log)")
     except KeyboardInterrupt:
         if follow:
             detached(name)

@@ -70,7 +70,8 @@ def _files_of(path: Path) -> List[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise UsageError(f"weights {path}: there is no such file or folder", hint="a folder of *.safetensors, or one")
+        hint = "a folder of *.safetensors, or one file: relative in the code that travels, absolute on the cluster"
+        raise UsageError(f"weights {path}: there is no such file or folder", hint=hint)
     index = path / INDEX
     if index.is_file():
         try:
