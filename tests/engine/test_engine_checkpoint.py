@@ -160,9 +160,9 @@ def test_only_what_is_touched_is_read(tmp_path: Path, small_blocks: None, monkey
     read: list[int] = []
     block = shardfile.Reader._block
 
-    def counted(reader: shardfile.Reader, number: int) -> bytes:
-        read.append(number)
-        return block(reader, number)
+    def counted(reader: shardfile.Reader, at: int) -> tuple[int, bytes]:
+        read.append(at // 4096)
+        return block(reader, at)
 
     monkeypatch.setattr(shardfile.Reader, "_block", counted)
     with shardfile.Reader(target, manifest.shards[0]) as reader:
