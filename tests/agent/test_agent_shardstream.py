@@ -25,6 +25,7 @@ from launcher.contract.errors import NoSpace, Unreachable, UsageError, Verificat
 from launcher.contract.holdings import checkpoints_here
 from launcher.contract.launch import LaunchSpec, Node
 from launcher.contract.manifest import BLOCK_BYTES
+from launcher.contract.ranges import Ranges
 from launcher.contract.train import AdamW, Batch, Data, TrainConfig, Zero
 
 TOKEN = "known-to-the-run"
@@ -97,6 +98,43 @@ def test_nothing_but_shards_of_the_run_is_served(source: tuple[Path, Server], tm
         assert not (tmp_path / "out").exists()
 
 
+def test_ranges_are_asked_for_and_proven_as_shards_are(
+    source: tuple[Path, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, server = source
+    row = write_checkpoint(folder, 10, ["n1"], "n1", size=BLOCK_BYTES + 500)["shards"][0]
+    wanted = [{"shard": row, "ranges": [[3, 70_000], [BLOCK_BYTES - 5, BLOCK_BYTES + 9]]}]
+    target = tmp_path / "n2"
+    asked = request(target, server, [])
+    asked["sources"][0]["ranges"] = wanted
+    assert pull(asked) == {"files": 1, "bytes": 70_011, "verified_by": ""}
+    with Ranges(str(target / "checkpoints/step-00000010/rank-00000.ranges")) as found:
+        assert found.ranges == ((3, 70_000), (BLOCK_BYTES - 5, BLOCK_BYTES + 9))
+        right = (folder / "checkpoints/step-00000010" / row["file"]).read_bytes()
+        assert all(found.bytes_of(p) == right[p.start : p.stop] for p in found.pieces)
+    about = {c["step"]: c for c in checkpoints_here(str(target))}
+    assert about[10]["sizes"] == {} and not about[10]["whole"]
+
+    def refused(kind: type[Exception], said: str, **more: Any) -> None:
+        before = sorted(target.rglob("*"))
+        with pytest.raises(kind, match=said):
+            pull({**asked, **more})
+        assert sorted(target.rglob("*")) == before
+
+    refused(Unreachable, "hung up", token="guessed")
+    monkeypatch.setattr(digests, "_inside", lambda: ())
+    refused(UsageError, "nothing here computes the manifest's digests on 127.0.0.1")
+    monkeypatch.undo()
+    monkeypatch.setattr(shardstream, "_BODY_BYTES", 20)
+    refused(Unreachable, "hung up")
+    monkeypatch.undo()
+    path = folder / "checkpoints/step-00000010" / row["file"]
+    data = bytearray(path.read_bytes())
+    data[BLOCK_BYTES + 300] ^= 1  # beside what is asked for, in the same block
+    path.write_bytes(data)
+    refused(VerificationFailed, "rank 0's shard of n1: block 1 is damaged")
+
+
 def test_a_source_that_goes_away(tmp_path: Path) -> None:
     row = write_checkpoint(tmp_path / "n1", 10, ["n1"], "n1")["shards"][0]
     with socket.create_server(("127.0.0.1", 0)) as half:
@@ -150,9 +188,14 @@ def test_every_way_to_the_digests_gives_the_same(tmp_path: Path, monkeypatch: py
         number, by = digests.wrong_block(str(path), right, sys.executable)
         assert number is None and digests.wrong_block(str(path), wrong, sys.executable)[0] == 1
         used.append(by)
+        with digests.digester(sys.executable) as digest:
+            assert [digest(data[:BLOCK_BYTES]), digest(data[BLOCK_BYTES:])] == right
     assert used[0] == "xxhash" and used[-1] == sys.executable
     with pytest.raises(UsageError, match="nothing here computes"):
         digests.wrong_block(str(path), right, "python3")
+    for nothing in ("python3", "/nowhere/python", "/bin/false"):
+        with pytest.raises(UsageError, match="nothing here computes"), digests.digester(nothing) as digest:
+            digest(b"x")
 
 
 # --- copies in the background ---------------------------------------------------------------------
