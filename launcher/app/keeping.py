@@ -16,6 +16,7 @@ from ..checkpoints import Collected, Report, local_steps, verify
 from ..checkpoints.convert import export_dcp, import_state
 from ..checkpoints.export import Exported, Wish, export, refuse_dtype
 from ..checkpoints.foreign import collected, verify_foreign
+from ..checkpoints.parts import clear_abandoned
 from ..contract.errors import UsageError
 from ..contract.holdings import checkpoints_here
 from ..contract.lineage import left_behind, resumed_from
@@ -122,6 +123,7 @@ def _export_again(shards: Path, target: Path, notice: Notice) -> Exported:
         old.rename(target)  # a collect was killed just between the two renames below
     for left in (fresh, old):  # of a collect that was killed
         shutil.rmtree(left, ignore_errors=True)
+    clear_abandoned(target.parent, notice=notice)
     made = export(shards, fresh, Wish(), notice)
     if target.is_dir():
         target.rename(old)

@@ -15,8 +15,9 @@ from typing import Any
 from ..bundles import runtime_bundle
 from ..contract.errors import Exit, JobFailed, NoSpace, UsageError
 from ..contract.plain import open_file
-from .export import Exported, Wish, beside, write
+from .export import Exported, Wish, write
 from .moving import SPARE_BYTES, size
+from .parts import beside
 
 Notice = Callable[[str], None]
 
@@ -28,7 +29,7 @@ def export_dcp(
 
     The same verified safetensors are written beside first and mapped from there, so twice the bytes must be free.
     """
-    with beside(target) as folder:
+    with beside(target, notice) as folder:
         plain = folder / ".weights"
         plain.mkdir()
         _, found = write(checkpoint, plain, wish, notice, progress, room=2)
@@ -47,7 +48,7 @@ def import_state(source: Path, target: Path, most_bytes: int, notice: Notice) ->
             needed = os.fstat(file.fileno()).st_size
     except OSError as problem:
         raise UsageError(f"{source} cannot be read: {problem.strerror}") from problem
-    with beside(target) as folder:
+    with beside(target, notice) as folder:
         free = shutil.disk_usage(folder).free
         notice(f"{source}: {size(needed)}; {size(free)} are free there")
         if needed + SPARE_BYTES > free:

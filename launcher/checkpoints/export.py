@@ -8,23 +8,21 @@ its digest. Needs no torch; a change of dtype needs numpy.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..contract.errors import NoSpace, Refused, UsageError, VerificationFailed
+from ..contract.errors import NoSpace, UsageError, VerificationFailed
 from ..contract.manifest import BLOCK_BYTES, Manifest
 from ..contract.partition import stored_dtype
-from ..contract.plain import sync_folder
 from ..contract.slices import Whole
 from ..contract.weights import INDEX, TAG_BYTES, TAGS, File, Tensor, lay_out
 from .blocks import ShardReader
 from .moving import SPARE_BYTES, size
+from .parts import beside
 from .verify import read_manifest
 
 PARAMETERS = "parameters"
@@ -73,33 +71,9 @@ def export(
     Raises VerificationFailed naming rank, file and block (nothing is left then), NoSpace before anything is
     written, Refused when ``target`` holds something already.
     """
-    with beside(target) as folder:
+    with beside(target, notice) as folder:
         files, found = write(checkpoint, folder, wish, notice, progress)
     return Exported(found.step, str(target), "safetensors", tuple(f.name for f in files), found.bytes, found.tensors)
-
-
-@contextmanager
-def beside(target: Path) -> Iterator[Path]:
-    """A folder that becomes ``target`` if all goes well, and is gone otherwise."""
-    there = Refused(f"{target} is there already", hint="name a folder that does not exist, or an empty one")
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise there
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
-        yield part
-        sync_folder(part)
-        try:
-            os.rename(part, target)
-        except OSError as problem:
-            if problem.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise there from problem  # another command was faster
-            raise
-        sync_folder(target.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 class Written(NamedTuple):
@@ -263,4 +237,4 @@ def refuse_dtype(dtype: str | None) -> None:
         raise UsageError(f"--dtype {dtype!r}: accepted are {', '.join(_DTYPES)}")
 
 
-__all__ = ["Exported", "Wish", "beside", "converted", "export", "refuse_dtype", "write"]
+__all__ = ["Exported", "Wish", "converted", "export", "refuse_dtype", "write"]
