@@ -48,6 +48,7 @@ _PEER = re.compile(
     r"recvValue failed|sendBytes failed|failed to recv, got 0 bytes|Socket Timeout|Timed out waiting \d+ms for",
     re.IGNORECASE,
 )
+_NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|\[Errno (?:28|122)\]|\bNoSpace\b|: no space for ")
 _ERROR_LINE = re.compile(
     r"^(?:\[rank\d+\]:\s?)?(?P<error>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     r"(?:Error|Exception|Interrupt|Exit|Warning|Failed|Refused|Timeout|NoSpace)\b(?::.*)?)$"
@@ -57,7 +58,8 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an attempt failed. ``rank`` is None when it was no rank (a lost node, a failed setup)."""
+    """Why an attempt failed. ``rank`` is None when it was no rank (a lost node, a failed setup). ``no_space``: a disk
+    or a quota was full, as whoever failed said itself."""
 
     kind: str
     node: str
@@ -68,6 +70,7 @@ class Cause:
     words: str = ""
     last_lines: tuple[str, ...] = ()
     others: str = ""
+    no_space: bool = False
 
     @property
     def signal_name(self) -> str | None:
@@ -115,7 +118,10 @@ def first_cause(
         own = [e for e in ends if e.weight == 0 and (agreed.at is None or e.at < agreed.at - TOGETHER_S)]
         if not own:
             words = agreed.message or agreed.kind.replace("_", " ")
-            return Cause(agreed.kind, agreed.node, at=agreed.at, words=words, others=_others(records, ends, None))
+            return Cause(
+                agreed.kind, agreed.node, at=agreed.at, words=words, others=_others(records, ends, None),
+                no_space=agreed.kind == "no_space",
+            )  # fmt: skip
     if not ends:
         return _of_failure(agreed, records, last_lines)
     first = _choose(ends, agreed)
@@ -130,7 +136,14 @@ def first_cause(
         words=_words(first),
         last_lines=tuple(last_lines.get(rank.rank, ())),
         others=_others(records, ends, rank.rank),
+        no_space=_had_no_space(first, last_lines.get(rank.rank, ())),
     )
+
+
+def _had_no_space(end: _End, lines: Sequence[str]) -> bool:
+    """By the exception that ended it; the engine tells without a traceback, and exits with the code for it."""
+    said = lines if end.record.exit_code == Exit.NO_SPACE else [end.error]
+    return any(_NO_SPACE.search(line) for line in said)
 
 
 def _failed(rank: RankRecord, outcome: Outcome | None) -> bool:

@@ -17,11 +17,11 @@ PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 EXITS = {
     Exit.DONE: "done: what was asked for happened; of `wait` and `submit --follow`: the job is done",
     Exit.JOB_FAILED: "the job failed",
-    Exit.USAGE: "usage or description wrong",
+    Exit.USAGE: "usage or description wrong; a folder that may not be read or written",
     Exit.DOES_NOT_FIT: "the plan does not fit",
     Exit.UNREACHABLE: "cluster unreachable, or state unknown",
     Exit.REFUSED: "refused for safety: host key, name, path; slots that another run or process holds",
-    Exit.NO_SPACE: "no space",
+    Exit.NO_SPACE: "no space, on a disk or in a quota; of `wait`: what the first failed rank died of",
     Exit.VERIFICATION: "verification failed: bytes that are not what the manifest says",
     Exit.PARTIAL: "only part of the nodes answered, or are well",
     Exit.CANCELLED: "cancelled",

@@ -6,6 +6,7 @@ in the meantime.
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import tarfile
@@ -15,7 +16,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO, Callable, Dict, Mapping, Optional, cast
 
-from ..contract.errors import ZerunError
+from ..contract.errors import NoSpace, ZerunError
 from ..contract.launch import LaunchSpec
 from . import code, environment, handed, processes, staging
 from .loop import Loop
@@ -30,6 +31,11 @@ def exit_status(wait_status: int) -> int:
     if os.WIFSIGNALED(wait_status):
         return 128 + os.WTERMSIG(wait_status)
     return os.WEXITSTATUS(wait_status)
+
+
+def _kind_of(problem: Exception) -> str:
+    full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "no_space" if full or isinstance(problem, NoSpace) else "start_failed"
 
 
 class Preparation:
@@ -64,8 +70,8 @@ class Preparation:
             else:
                 folder = code.wait_for(bundle, self._spec.run_dir, lambda: self._given_up)
         except (ZerunError, OSError, tarfile.TarError, EOFError, zlib.error, ValueError) as problem:
-            message = f"the job's code could not be unpacked: {problem}"
-            self._loop.from_thread(lambda: self._fail("start_failed", message))
+            kind, message = _kind_of(problem), f"the job's code could not be unpacked: {problem}"
+            self._loop.from_thread(lambda: self._fail(kind, message))
             return
         self._loop.from_thread(lambda: self._run_setup(folder))
 
@@ -129,7 +135,7 @@ class Preparation:
             with open(self._setup_log, "a", encoding="utf-8", errors="surrogateescape") as log:
                 told = staging.stage(self._spec, base, str(folder), lambda line: log.write(f"{line}\n"))
         except (ZerunError, OSError) as problem:
-            message = str(problem)
-            self._loop.from_thread(lambda: self._fail("start_failed", message))
+            kind, message = _kind_of(problem), str(problem)
+            self._loop.from_thread(lambda: self._fail(kind, message))
             return
         self._loop.from_thread(lambda: None if self._given_up else self._done(folder, {**base, **told}))

@@ -35,7 +35,7 @@ def data_push(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A name in the cluster's `datasets:`.", show_default=False)
     ],
-    cluster: options.Cluster = None,
+    cluster: options.ClusterAlone = None,
     source: Annotated[
         Path | None,
         typer.Option("--from", metavar="FOLDER", help="Where the files are here. Default: data/NAME."),

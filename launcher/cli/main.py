@@ -5,7 +5,6 @@ Only typer is imported here, so that ``zerun --help`` is there at once; each ver
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
@@ -15,6 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..contract.errors import Exit, ZerunError
+from ..contract.unwritable import of_oserror
 from . import bring, clear, data, describe, discover, execute, keep, launch, login, options, plan, show, watch
 
 app = typer.Typer(
@@ -94,8 +94,9 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         return _leave_quietly()
     except OSError as problem:
-        show.error(str(problem))
-        return int(Exit.NO_SPACE if problem.errno in (errno.ENOSPC, errno.EDQUOT) else Exit.USAGE)
+        told = of_oserror(problem)
+        show.error(told.message, told.hint)
+        return int(told.exit_code)
     return result if isinstance(result, int) else int(Exit.DONE)
 
 

@@ -33,6 +33,16 @@ Cluster = Annotated[
         autocompletion=complete.clusters,
     ),
 ]
+ClusterAlone = Annotated[  # of verbs that read no job
+    str | None,
+    typer.Option(
+        "--cluster",
+        "-c",
+        metavar="CLUSTER",
+        help="A name in clusters/, or a path. Default: $ZERUN_CLUSTER, then yours.",
+        autocompletion=complete.clusters,
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option(

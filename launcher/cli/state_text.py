@@ -107,4 +107,6 @@ def next_steps(state: RunState) -> list[str]:
         # A rank refused the bytes of the checkpoint it was to go on from: never the same again.
         other = f"zerun resume {run} --step {state.checkpoints[-1]}" if state.checkpoints else f"zerun ckpt ls {run}"
         return [*steps, other]
+    if cause is not None and cause.no_space:
+        steps.append(f"zerun cluster check {state.cluster}  (what is left where)")
     return steps + ([f"zerun resume {run}"] if state.checkpoints or state.state == "stopped" else [])

@@ -53,7 +53,8 @@ class RankRecord:
 class Failure:
     """The first failure that the agents of an attempt agreed on.
 
-    ``kind``: rank_exit · rank_signal · node_lost · setup_failed · start_failed · time_limit · cancelled
+    ``kind``: rank_exit · rank_signal · node_lost · setup_failed · start_failed · no_space · time_limit ·
+    cancelled
     """
 
     kind: str

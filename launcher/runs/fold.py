@@ -33,6 +33,8 @@ def fold(run: Run, seen: Observation) -> RunState:
     exit_code = EXITS[state]
     if state == "time_limit" and seen.attempt_checkpoints:
         exit_code = Exit.STOPPED  # resumable: this attempt left a whole checkpoint
+    if state == "failed" and cause is not None and cause.no_space:
+        exit_code = Exit.NO_SPACE
     return RunState(
         run=run.name,
         job=str(run.about.get("job_name", "")),

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..contract.errors import NoSpace, Unreachable, ZerunError
+from ..contract.errors import Unreachable, ZerunError
+from ..contract.unwritable import of_words
 from . import rsync
 from .protocol import Progress, Result
 
@@ -71,6 +72,4 @@ def put_argv(path: str, num_bytes: int, mode: int) -> list[str]:
 
 def _put_problem(name: str, path: str, done: Result) -> ZerunError:
     said = done.stderr.decode("utf-8", "replace").strip() or f"exit {done.returncode}"
-    if "No space left" in said or "quota" in said.lower():
-        return NoSpace(f"{name}: no space for {path}: {said}")
-    return Unreachable(f"{name}: {path} could not be written: {said}")
+    return of_words(said, path, name) or Unreachable(f"{name}: {path} could not be written: {said}")

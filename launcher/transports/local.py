@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import signal
@@ -12,7 +11,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..contract.errors import NoSpace, Unreachable, ZerunError
+from ..contract.errors import Unreachable
+from ..contract.unwritable import of_oserror
 from .protocol import Progress, Result
 from .rsync import check_names
 
@@ -186,6 +186,4 @@ def _problems(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace(f"{name}: {problem}") from problem
-        raise ZerunError(f"{name}: {problem}") from problem
+        raise of_oserror(problem, name) from problem

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ..contract.errors import NoSpace, Refused, Unreachable, ZerunError
+from ..contract.unwritable import of_words
 from .protocol import Progress
 
 PARTS = ".zerun-part"
@@ -126,6 +127,12 @@ def _count(stdout: int, progress: Progress | None) -> None:
 def _problem(name: str, status: int, said: str) -> Exception:
     last = said.splitlines()[-1] if said else f"exit {status}"
     first = next((line for line in said.splitlines() if line.strip()), last)
+    # With its number it is rsync's word of a file; ssh's own "Permission denied" has none.
+    closed = next(
+        (w for w in said.splitlines() if "Permission denied (13)" in w or "Read-only file system (30)" in w), ""
+    )
+    if problem := of_words(closed, "the copy", name):
+        return problem
     # 11: a file could not be written; the sentence that says why is sometimes lost on the way.
     if status == 11 or "No space left" in said or "Disk quota" in said:
         return NoSpace(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..contract.errors import NoSpace, Unreachable, ZerunError
+from ..contract.unwritable import of_oserror
 from .protocol import Progress
 from .quoting import Strip
 from .rsync import Copy
@@ -72,7 +73,7 @@ def session(name: str, start: Callable[[], tuple[paramiko.Channel, Strip]]) -> I
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT) or "Failure" in str(problem):
             raise NoSpace(f"{name}: the copy could not be written: {problem}") from problem
-        raise ZerunError(f"{name}: {problem}") from problem
+        raise of_oserror(problem, name) from problem
     finally:
         channel.close()
 
@@ -87,7 +88,7 @@ def run(name: str, client: paramiko.SFTPClient, copy: Copy, progress: Progress |
             else:
                 _push(client, copy.here / file, f"{copy.there}/{file}", made, progress)
         except (FileNotFoundError, PermissionError) as problem:  # paramiko's do not say which file
-            raise ZerunError(f"{name}: {copy.there}/{file}: {problem.strerror}") from problem
+            raise of_oserror(OSError(problem.errno, problem.strerror, f"{copy.there}/{file}"), name) from problem
 
 
 def _fetch(client: paramiko.SFTPClient, source: str, target: Path, progress: Progress | None) -> None:

@@ -120,3 +120,28 @@ def test_no_cause_for_what_ended_well_or_stopped() -> None:
 def test_ranks_are_folded() -> None:
     assert fold_ranks([7, 0, 1, 2, 5, 5]) == "0-2,5,7"
     assert fold_ranks([]) == ""
+
+
+FULL = ["Traceback (most recent call last):", "OSError: [Errno 28] No space left on device: 'ck/step-9.pt'"]
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "full"),
+    [
+        (1, FULL, True),
+        (1, [*FULL, "", "During handling of the above exception, another exception occurred:", *OWN], True),
+        (1, ["OSError: [Errno 122] Disk quota exceeded", *OWN], False),  # said before, and gone on from
+        (6, ["rank 0: no space for /scratch/r/checkpoints/step-00000010/rank-00000.safetensors"], True),
+        (6, ["giving up"], False),  # a program's own number
+        (1, OWN, False),
+    ],
+)
+def test_a_full_disk_is_known_by_what_the_first_one_said(code: int, lines: list[str], full: bool) -> None:
+    cause = cause_of(node("n1", rank(0, 5.0, code=code), rank(1, 5.3, code=1)), lines={0: lines, 1: PEER})
+    assert cause.rank == 0 and cause.no_space is full
+
+
+def test_a_full_disk_before_any_rank_began() -> None:
+    failure = Failure("no_space", "n1", "no space for the data in /local/zerun-data: No space left on device", at=5.0)
+    cause = cause_of(node("n1", failure=failure))
+    assert cause.no_space and cause.sentence() == f"node n1: {failure.message}"

@@ -109,6 +109,14 @@ def test_a_programs_data_are_checked_staged_and_told_by_name(laptop: Site, tmp_p
     assert seen() == {"ZERUN_DATA_HELDOUT": held, "ZERUN_DATA_TRAIN": [f"{lustre}/pile/train.bin", 40_000]}
 
 
+def test_a_rank_that_had_no_room_is_exit_6(laptop: Site) -> None:
+    laptop.write("script.py", "open('/dev/full', 'w').write('x' * 100_000)\n")
+    laptop.write("jobs/f.yaml", PROGRAM.format(name="f", nodes=1, time="5:00", python="python", more=""))
+    done = laptop.zerun("submit", "jobs/f.yaml", "--cluster", "here", "--follow", code=6)
+    assert "No space left on device" in done.stderr and "zerun cluster check here" in done.stderr
+    assert laptop.json("wait", done.stdout.strip(), code=6)["cause"]["no_space"] is True
+
+
 @pytest.mark.full
 def test_relative_data_travel_and_odd_sizes_are_refused(laptop: Site) -> None:
     write_tokens(laptop.folder / "data")
