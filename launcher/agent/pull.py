@@ -103,14 +103,14 @@ def pull(request: Dict[str, Any]) -> Dict[str, Any]:
 def _arrived(request: Dict[str, Any]) -> Dict[str, Any]:
     step, folder = int(request["step"]), _folder(request)
     incoming, target = folder / f".incoming-{step:08d}", folder / f"step-{step:08d}"
+    rows = {file_of(int(row["shard"]["rank"])): row for row in request["arrived"]}
     try:
-        for row in request["arrived"]:
-            path = incoming / file_of(int(row["shard"]["rank"]))
-            prove(str(path), row["shard"], row["ranges"])
-            join(target / path.name, path, row["shard"])
         for other in incoming.iterdir():
-            if not is_ranges(other.name):  # a transport's own
+            if other.name not in rows:  # a transport's own, or of a move that was killed
                 (shutil.rmtree if other.is_dir() else os.unlink)(other)
+        for name, row in rows.items():
+            prove(str(incoming / name), row["shard"], row["ranges"])
+            join(target / name, incoming / name, row["shard"])
         count = put(incoming, target)
     finally:
         shutil.rmtree(incoming, ignore_errors=True)

@@ -91,7 +91,8 @@ def through_home(way: Way, moves: Sequence[Target]) -> None:
     _bring(way, [w.shard for w in coming], taken)
     cut_at = {w.shard.rank: taken[w.shard.rank] for w in cuts}  # the others are at home by now
     way.notice(f"step {way.step}: " + "; ".join(f"{told(t.lacks)} go to {name_of(t.place)}" for t in moves))
-    beside = way.home / "checkpoints" / f".staging-{way.step:08d}"
+    beside = way.home / "checkpoints" / f".cut-{way.step:08d}"
+    shutil.rmtree(beside, ignore_errors=True)  # of a resume that was killed
     try:
         given = in_parallel(lambda n: _give(way, moves[n], beside / str(n), cut_at), range(len(moves)))
         raise_worst(f for f in given if isinstance(f, ZerunError))

@@ -212,6 +212,10 @@ def test_only_what_is_read_moves_and_the_shards_stay_whole_among_those_who_go_on
     manifest = write_shards(rack, NODES)
     kept = keep_all(rack, tmp_path)
     rack.apart = apart
+    if apart:  # what killed moves left, here and there
+        for left in (home / "checkpoints/.cut-00000100/0", folder(rack, 0).parent / ".incoming-00000100"):
+            left.mkdir(parents=True)
+            (left / "rank-00002.ranges").write_bytes(b"half")
     said, notices = put(rack, home, NODES[:2])
     assert names(rack, 0) == ["manifest.json", "rank-00000.safetensors", "rank-00001.ranges"]
     # Nobody of those who go on had rank 2's shard: one of them has all of it now.

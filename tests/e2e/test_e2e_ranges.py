@@ -10,7 +10,7 @@ import pytest
 from e2e_site import Site
 from test_e2e_replicas import RUNS, job, sums
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 
 def large_job(steps: int) -> str:
