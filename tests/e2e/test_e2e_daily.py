@@ -63,6 +63,8 @@ def test_a_run_in_pieces_is_taken_up_and_resumed_elsewhere(
     assert "zerun cancel" in other.zerun("rm", run, "--remote", "--yes", code=2).stderr
     other.zerun("cancel", run, code=None)
     assert rack.json("status", run)["state"] == "cancelled"
+    # What was shipped came along when it was taken up: a node that lost it gets it from this laptop.
+    testbed.exec("node02", ["rm", "-rf", f"/scratch/{testbed.user}/zerun/.blobs"])
     resumed = other.zerun("resume", run, "--follow")
     assert "3@node02  rank 3 of 2" in resumed.stderr
     # The first laptop hears of it, and removes what lies on both nodes; asked at a terminal, it takes y for yes.
