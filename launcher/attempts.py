@@ -24,6 +24,7 @@ from .runs import EXITS, Event, Run, RunState, RunStore, fold
 
 if TYPE_CHECKING:
     from .backends.protocol import Backend, Handle, Place, Submission
+    from .checkpoints import Candidate
     from .contract.data_files import DataFile
     from .contract.launch import LaunchSpec
     from .planning.plan import Plan
@@ -41,6 +42,24 @@ class Source:
     sets: tuple[str, ...] = ()  # assignments over the job as it was submitted: this attempt's, and those before it
     data: tuple[DataFile, ...] = ()  # its token files, as they were found before it was sent
     here: str | None = None  # the job id of the allocation that it runs inside
+    goes_on: Candidate | None = None  # from this checkpoint
+
+    def about(self, run: str) -> dict[str, Any]:
+        """What ``run.json`` keeps of it."""
+        from . import specs
+
+        plan = self.plan
+        return {
+            "run": run,
+            "job_name": plan.job_name,
+            "cluster_name": plan.cluster_name,
+            "backend": plan.backend,
+            "time_s": plan.time_s,
+            "job": specs.describe(self.job),
+            "cluster": specs.describe(self.cluster),
+            "plan": to_plain(plan),
+            "data": to_plain(self.data),
+        }
 
 
 class Attempts:
@@ -79,19 +98,13 @@ class Attempts:
                 raise _not_shipped(code, f"data.{key}", path)
         return code
 
-    def launch(
-        self, source: Source, run: str, attempt: int, runs: str, *, resume_step: int | None, token: str | None = None
-    ) -> LaunchSpec:
+    def launch(self, source: Source, run: str, attempt: int, runs: str, *, token: str | None = None) -> LaunchSpec:
         """The launch specification of ``attempt`` below the cluster's folder ``runs``; keeps the bytes it ships."""
         from .contract.folder import blob
-        from .planning import launch_spec
+        from .planning import Begun, launch_spec
 
-        runtime = self.keep(runtime_bundle())
-        code = self.keep(source.code)
-        launch = launch_spec(
-            source.plan,
-            source.job,
-            source.cluster,
+        runtime, code, chosen = self.keep(runtime_bundle()), self.keep(source.code), source.goes_on
+        begun = Begun(
             run=run,
             attempt=attempt,
             run_dir=str(RunFolder.at(runs, run).root),
@@ -99,11 +112,12 @@ class Attempts:
             code=str(blob(runs, code.digest, code.name.removeprefix(code.digest))),
             token=token or secrets.token_hex(16),
             secrets_file=f"{runs}/.secrets/{run}.json" if source.job.secrets else None,
-            resume_step=resume_step,
+            resume_step=chosen.step if chosen is not None and not chosen.name else None,
+            resume_from=chosen.name or None if chosen is not None else None,
+            here=source.here,
+            data=source.data,
         )
-        launch = replace(launch, here=source.here)
-        data = source.job.data
-        return replace(launch, stage=source.data) if data is not None and data.stage_to is not None else launch
+        return launch_spec(source.plan, source.job, source.cluster, begun)
 
     def render(self, source: Source, launch: LaunchSpec) -> bytes:
         """The script that is submitted."""

@@ -35,7 +35,7 @@ def ask_first(
     places = backend.places()
     notes = [] if force else _room(backend, source, places, again.checkpoints)
     notes += _image(backend, source.cluster, places)
-    launch = attempts.launch(source, run, again.attempt, one_folder(places), resume_step=None)
+    launch = attempts.launch(source, run, again.attempt, one_folder(places))
     expected = backend.would_start(attempts.render(source, launch)) if launch.here is None else None
     return (*notes, *([expected] if expected else []))
 

@@ -22,7 +22,6 @@ from .backends.protocol import Finding, Place
 from .bundles import runtime_bundle
 from .contract.errors import Busy, ZerunError
 from .contract.folder import RunFolder, blob
-from .contract.plain import to_plain
 from .runs import Run, RunState, RunStore
 
 if TYPE_CHECKING:
@@ -126,13 +125,8 @@ class _Check:
         code = self._folder / "code"
         code.mkdir()
         source = Source(job, cluster, plan, self._attempts.code(code, job))
-        about = {
-            "run": self._name, "job_name": plan.job_name, "cluster_name": plan.cluster_name, "backend": plan.backend,
-            "time_s": plan.time_s, "job": specs.describe(job), "cluster": specs.describe(cluster),
-            "plan": to_plain(plan),
-        }  # fmt: skip
-        run = self._attempts.store.create(self._name, about)
-        launch = replace(self._attempts.launch(source, self._name, 1, runs, resume_step=None), reach=slurm)
+        run = self._attempts.store.create(self._name, source.about(self._name))
+        launch = replace(self._attempts.launch(source, self._name, 1, runs), reach=slurm)
         try:
             with run.making():
                 run, handle = self._attempts.send(self._backend, run, source, launch, {})

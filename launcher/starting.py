@@ -44,7 +44,7 @@ def start_first(
     places: Sequence[Place] = backend.places()
     attempt = 1
     while True:
-        launch = attempts.launch(source, run.name, attempt, one_folder(places), resume_step=None)
+        launch = attempts.launch(source, run.name, attempt, one_folder(places))
         try:
             run, handle = attempts.send(backend, run, source, launch, secret_values)
             return run, handle, attempt

@@ -71,7 +71,7 @@ class Plans(Project):
         run = self.store.new_name(plan.job_name, datetime.datetime(2000, 1, 1)).rsplit("-", 3)[0] + "-RUN"
         runs = loaded_cluster.paths.runs or str(self.store.root)
         source = Source(loaded_job, loaded_cluster, plan, code)
-        launch = self.attempts.launch(source, run, 1, runs, token="TOKEN", resume_step=None)
+        launch = self.attempts.launch(source, run, 1, runs, token="TOKEN")
         return Prepared(plan, self.attempts.render(source, launch), (code.sentence(), *code.notes))
 
     def render(self, job: Path, cluster: str | None = None, sets: Sequence[str] = ()) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,7 @@ from ..beforehand import Again, ask_first
 from ..bundles import Bundle, Shipment, is_listing, runtime_bundle
 from ..choice import tag_names
 from ..contract.errors import Unreachable, UsageError
-from ..contract.plain import to_plain
-from ..runs import RunState
+from ..runs import Run, RunState
 from .plans import refuse_what_cannot_fit
 from .project import Notice, Project
 
@@ -59,7 +58,7 @@ class Starts(Project):
         Raises DoesNotFit before anything is sent, unless ``force``; without a scheduler Busy when others hold the
         slots, unless ``waiting`` says how long to wait for them. ``here``: inside this shell's Slurm allocation.
         """
-        from .. import datasets, specs
+        from .. import datasets
         from ..backends.inside import job_here
         from ..begin_with import check_weights
         from ..starting import Waiting, start_first
@@ -70,32 +69,21 @@ class Starts(Project):
         code = self.code(job, loaded_job, sets, secret_values)
         backend = self.attempts.open(loaded_cluster, runtime_bundle())
         try:
-            run_name = self.store.new_name(plan.job_name, datetime.datetime.now())
-            about = {
-                "run": run_name,
-                "job_name": plan.job_name,
-                "cluster_name": plan.cluster_name,
-                "backend": plan.backend,
-                "time_s": plan.time_s,
-                "job_file": str(job.resolve()),
-                "tags": sorted({*loaded_job.tags, *tag_names(tags)}),
-                "job": specs.describe(loaded_job),
-                "cluster": specs.describe(loaded_cluster),
-                "plan": to_plain(plan),
-                "code": {"name": code.name, "root": code.root, "commit": code.commit, "changed": code.changed},
-            }
             if not loaded_cluster.local:  # there it is kept in the same folder, and looked at when it was
                 backend.expect(Shipment(code.name, code.data, self.store.root))
             backend.places()  # connects: nothing is written for a cluster that does not answer, or is taken
             data = datasets.check(backend, loaded_job, loaded_cluster, plan, Path(code.root))
-            about["data"] = to_plain(data)
             begins = check_weights(backend, plan, code)
             device_kind = loaded_cluster.device_of(plan.nodes[0].name).kind
             waiting = (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
             within = job_here(loaded_cluster, len(plan.nodes), os.environ) if here else None
             source = Source(loaded_job, loaded_cluster, plan, code, data=data, here=within)
-            told = ask_first(self.attempts, backend, source, run_name, force=force)
-            run = self.store.create(run_name, about)
+            name = self.store.new_name(plan.job_name, datetime.datetime.now())
+            told = ask_first(self.attempts, backend, source, name, force=force)
+            kept = {"name": code.name, "root": code.root, "commit": code.commit, "changed": code.changed}
+            found_by = sorted({*loaded_job.tags, *tag_names(tags)})
+            about = {**source.about(name), "job_file": str(job.resolve()), "tags": found_by, "code": kept}
+            run = self.store.create(name, about)
             keep_code(run, code)
             with run.making():
                 run, handle, attempt = start_first(self.attempts, backend, run, source, secret_values, waiting)
@@ -120,7 +108,7 @@ class Starts(Project):
         a checkpoint that does not fit what they make of the model is refused by the engine.
         """
         from .. import datasets, specs
-        from ..checkpoints import candidates, choose, explain
+        from ..checkpoints import candidates, choose
         from ..former import end_former
         from ..planning import check_engine, make_plan
         from ..starting import Waiting
@@ -138,46 +126,47 @@ class Starts(Project):
             state = self.attempts.look(backend, [loaded])[0]
             loaded = self.store.load(loaded.name)
             refuse_to_resume(state, again=step is not None or bool(sets))
-            found = candidates(self._about(backend, loaded), loaded.folder)
+            found = candidates(self._about(backend, loaded), loaded.folder, sends_back=True)
             # A program that keeps its checkpoints elsewhere, or in files of its own, finds them itself.
             chosen = choose(found, step) if found or step is not None or job.program is None else None
-            notes = (
-                list(explain(found, chosen))
-                if chosen
-                else ["the run has no checkpoint that zerun knows; " + _BY_ITSELF]
-            )
             kept = None if any(s.startswith("batch.") for s in sets) else before.global_batch
             plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
             check_engine(plan)
             refuse_what_cannot_fit(plan)
-            notes += end_former(self.attempts, backend, cluster, loaded, state.attempt)
+            notes = [*_explained(found, chosen), *end_former(self.attempts, backend, cluster, loaded, state.attempt)]
             device_kind = cluster.device_of(plan.nodes[0].name).kind
             (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
             attempt = max(state.attempt, loaded.attempt) + 1
             data = datasets.check_again(backend, job, cluster, plan, loaded.about.get("data", ()))
-            source = Source(job, cluster, plan, Bundle(code_name, self.attempts.blob(code_name)), assigned, data)
+            code = Bundle(code_name, self.attempts.blob(code_name))
+            source = Source(job, cluster, plan, code, assigned, data, goes_on=chosen)
             again = Again(attempt, sum(candidate.whole for candidate in found))
             notes += [*plan.remarks, *ask_first(self.attempts, backend, source, loaded.name, again=again)]
             with loaded.making():
                 loaded = self.store.load(loaded.name)
-                take_attempt(loaded, attempt)
-                launch = self.attempts.launch(
-                    source,
-                    loaded.name,
-                    attempt,
-                    one_folder(backend.places()),
-                    resume_step=chosen.step if chosen is not None and not chosen.name else None,
-                )
-                if chosen is not None and chosen.name:
-                    launch = replace(launch, resume_from=chosen.name)
-                if chosen is not None and not launch.shared:
-                    bring = _bringer(chosen, job)
-                    moved = bring(backend, loaded.name, loaded.folder, chosen, launch, notice or (lambda _: None))
-                    notes += [moved] if moved else []
-                loaded, handle = self.attempts.send(backend, loaded, source, launch, secret_values)
+                handle, moved = self._go_on(backend, loaded, source, attempt, secret_values, notice)
         finally:
             backend.close()
-        return Submitted(loaded.name, attempt, handle, tuple(notes))
+        return Submitted(loaded.name, attempt, handle, (*notes, *moved))
+
+    def _go_on(
+        self,
+        backend: Backend,
+        run: Run,
+        source: Source,
+        attempt: int,
+        secret_values: Mapping[str, str],
+        notice: Notice | None,
+    ) -> tuple[Handle, list[str]]:
+        """Sends ``attempt`` of ``run``, and before it its checkpoint where nodes lack it. And what moved."""
+        take_attempt(run, attempt)
+        launch = self.attempts.launch(source, run.name, attempt, one_folder(backend.places()))
+        moved = None
+        if source.goes_on is not None:
+            bring = _bringer(source.goes_on, source.job, shared=launch.shared)
+            moved = bring(backend, run.name, run.folder, source.goes_on, launch, notice or (lambda _: None))
+        _, handle = self.attempts.send(backend, run, source, launch, secret_values)
+        return handle, [moved] if moved else []
 
     def _expect(self, backend: Backend, code_name: str) -> None:
         """Tells which code will be sent; bytes that are gone at home are told of when they are needed."""
@@ -186,15 +175,23 @@ class Starts(Project):
                 backend.expect(self.attempts.shipment(code_name))
 
 
-def _bringer(chosen: Candidate, job: Job) -> Callable[..., str | None]:
-    """What makes the checkpoint ``chosen`` whole on every node, where each keeps its own disk."""
-    from ..checkpoints import hand_back, stage
+def _bringer(chosen: Candidate, job: Job, *, shared: bool) -> Callable[..., str | None]:
+    """What makes the checkpoint ``chosen`` whole on the shared disk, or on every node where each keeps its own."""
+    from ..checkpoints import hand_back, send_back, stage
 
+    if shared:
+        return send_back
     if not chosen.name:
         return stage
     if job.checkpoint.hand_back == "everywhere":
         return hand_back
     return lambda *_: f"{chosen.name} stays on the nodes that wrote it, a piece each"
+
+
+def _explained(found: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
+    from ..checkpoints import explain
+
+    return list(explain(found, chosen)) if chosen else ["the run has no checkpoint that zerun knows; " + _BY_ITSELF]
 
 
 def read_secrets(names: Sequence[str]) -> dict[str, str]:

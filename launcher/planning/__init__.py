@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .batch import replan
-from .launch import job_name, launch_spec
+from .launch import Begun, job_name, launch_spec
 from .make import check_engine, job_table, make_plan
 from .memory import plan_parameters
 from .reasons import CannotPlan, Reason
@@ -12,6 +12,7 @@ from .simulated import with_simulation
 from .told import told_plan
 
 __all__ = [
+    "Begun",
     "CannotPlan",
     "Reason",
     "check_engine",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..contract.container import Container
+from ..contract.data_files import DataFile
 from ..contract.kept import Foreign
 from ..contract.launch import LaunchSpec, SetupPart
 from ..specs.models import Cluster, Job
@@ -17,21 +20,25 @@ def job_name(run: str, attempt: int) -> str:
     return f"zerun-{run}" + (f"-{attempt}" if attempt > 1 else "")
 
 
-def launch_spec(
-    plan: Plan,
-    job: Job,
-    cluster: Cluster,
-    *,
-    run: str,
-    attempt: int,
-    run_dir: str,
-    runtime: str,
-    code: str | None,
-    token: str,
-    secrets_file: str | None,
-    resume_step: int | None,
-) -> LaunchSpec:
-    """What attempt ``attempt`` of ``run`` starts from. Paths are those of the cluster; nothing is looked at.
+@dataclass(frozen=True)
+class Begun:
+    """What of an attempt no description says. Paths are those of the cluster; ``resume_from`` is below ``run_dir``."""
+
+    run: str
+    attempt: int
+    run_dir: str
+    runtime: str
+    code: str | None
+    token: str
+    secrets_file: str | None = None
+    resume_step: int | None = None
+    resume_from: str | None = None
+    here: str | None = None
+    data: tuple[DataFile, ...] = ()  # its token files, as they were found
+
+
+def launch_spec(plan: Plan, job: Job, cluster: Cluster, begun: Begun) -> LaunchSpec:
+    """What an attempt starts from; nothing is looked at.
 
     The job's ``env`` overlays the cluster's. A program's ``stop_grace`` is the time between the warning
     and the limit; under Slurm the limit itself is Slurm's to enforce, so ``time_s`` is for direct alone.
@@ -40,18 +47,18 @@ def launch_spec(
     wish = WARN_S if program is None else program.stop_grace
     setup, parts = joined_setup(cluster.setup, job.setup)
     return LaunchSpec(
-        run=run,
-        attempt=attempt,
-        run_dir=run_dir,
-        runtime=runtime,
+        run=begun.run,
+        attempt=begun.attempt,
+        run_dir=begun.run_dir,
+        runtime=begun.runtime,
         nodes=plan.nodes,
         shared=cluster.paths.shared,
-        token=token,
+        token=begun.token,
         python=cluster.python,
         agent_python=cluster.agent_python,
         train=plan.train,
         program=plan.program,
-        code=code,
+        code=begun.code,
         tensor=plan.topology.tensor,
         device_kind=cluster.device_of(plan.nodes[0].name).kind,
         cpus_per_slot=cluster.cpus_per_slot,
@@ -59,13 +66,16 @@ def launch_spec(
         setup_parts=parts,
         env={**cluster.env, **job.env},
         secrets=job.secrets,
-        secrets_file=secrets_file,
+        secrets_file=begun.secrets_file,
         interface=cluster.network.interface,
         ports=cluster.network.ports,
         time_s=plan.time_s if cluster.backend == "direct" else None,
         warn_s=warn_seconds(plan.time_s, wish),
         stop_signal="USR2" if program is None else program.stop_signal,
-        resume_step=resume_step,
+        resume_step=begun.resume_step,
+        resume_from=begun.resume_from,
+        here=begun.here,
+        stage=begun.data if job.data is not None and job.data.stage_to is not None else (),
         replicas=0 if cluster.paths.shared else job.checkpoint.replicas,
         node_local=cluster.paths.node_local,
         container=container_of(cluster),

@@ -13,7 +13,7 @@ from launcher.contract.errors import UsageError
 from launcher.contract.launch import LaunchSpec, Node
 from launcher.contract.plain import dumps, from_plain, to_plain
 from launcher.contract.topology import Topology
-from launcher.planning import CannotPlan, check_engine, launch_spec, make_plan, replan
+from launcher.planning import Begun, CannotPlan, check_engine, launch_spec, make_plan, replan
 from launcher.specs.models import Cluster, Job
 
 
@@ -208,18 +208,17 @@ def test_the_launch_spec_and_its_way_through_json() -> None:
         network={"interface": "ib0", "ports": "20000-20010"},
     )
     launch = launch_spec(
-        make_plan(a_job, cluster), a_job, cluster, run="r-1", attempt=2, run_dir="/s/r-1", runtime="/s/.blobs/a.zip",
-        code="/s/.blobs/c.tar.gz", token="T", secrets_file="/s/.secrets/r-1.json", resume_step=40,
-    )  # fmt: skip
+        make_plan(a_job, cluster),
+        a_job,
+        cluster,
+        Begun("r-1", 2, "/s/r-1", "/s/.blobs/a.zip", "/s/.blobs/c.tar.gz", "T", "/s/.secrets/r-1.json", resume_step=40),
+    )
     assert launch.env == {"BOTH": "job", "SITE": "1", "ODD": hostile}
     assert (launch.time_s, launch.warn_s, launch.stop_signal, launch.resume_step) == (120, 60, "USR2", 40)
     assert launch.ports == (20000, 20010) and launch.interface == "ib0" and launch.shared is False
     assert from_plain(LaunchSpec, json.loads(dumps(launch))) == launch
     site = slurm()
-    under_slurm = launch_spec(
-        make_plan(a_job, site), a_job, site, run="r-1", attempt=1, run_dir="/s/r-1", runtime="/z", code=None, token="T",
-        secrets_file=None, resume_step=None,
-    )  # fmt: skip
+    under_slurm = launch_spec(make_plan(a_job, site), a_job, site, Begun("r-1", 1, "/s/r-1", "/z", None, "T"))
     assert under_slurm.time_s is None  # Slurm's to enforce
     assert [node.name for node in under_slurm.nodes] == ["", ""]
 

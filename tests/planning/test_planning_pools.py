@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from planning_cases import direct, job, slurm
 
-from launcher.planning import CannotPlan, launch_spec, make_plan
+from launcher.planning import Begun, CannotPlan, launch_spec, make_plan
 from launcher.planning.told import told_plan
 from launcher.specs import in_pool
 from launcher.specs.models import Cluster
@@ -50,8 +50,7 @@ def test_unlike_devices_are_planned_by_the_smallest_and_said() -> None:
 def test_a_kind_that_nodes_alone_say_reaches_the_ranks() -> None:
     cluster = direct(nodes=[{"name": n, "device": V100} for n in "ab"], paths=SHARED)
     plan = make_plan(job(), cluster)
-    names = {"run": "r", "attempt": 1, "run_dir": "/r", "runtime": "/z", "code": None, "token": "T"}
-    assert launch_spec(plan, job(), cluster, **names, secrets_file=None, resume_step=None).device_kind == "gpu"
+    assert launch_spec(plan, job(), cluster, Begun("r", 1, "/r", "/z", None, "T")).device_kind == "gpu"
     assert plan.remarks == () and plan.state.device_bytes == 16_000_000_000
 
 

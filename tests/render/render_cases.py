@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.contract.launch import LaunchSpec
-from launcher.planning import launch_spec, make_plan
+from launcher.planning import Begun, launch_spec, make_plan
 from launcher.planning.plan import Plan
 from launcher.render import render
 from launcher.specs import in_pool
@@ -27,19 +27,8 @@ def launched(
     job: Job, cluster: Cluster, *, run_dir: str, run: str = "run-1", attempt: int = 1
 ) -> tuple[Plan, LaunchSpec]:
     plan = make_plan(job, cluster)
-    return plan, launch_spec(
-        plan,
-        job,
-        cluster,
-        run=run,
-        attempt=attempt,
-        run_dir=run_dir,
-        runtime=f"{run_dir.rpartition('/')[0]}/.blobs/0123abcd.zip",
-        code=None,
-        token="TOKEN",
-        secrets_file=None,
-        resume_step=None,
-    )
+    runtime = f"{run_dir.rpartition('/')[0]}/.blobs/0123abcd.zip"
+    return plan, launch_spec(plan, job, cluster, Begun(run, attempt, run_dir, runtime, None, "TOKEN"))
 
 
 def script(job: Job, cluster: Cluster, *, run_dir: str = "/runs/run-1", **options: Path) -> bytes:
