@@ -17,6 +17,7 @@ from ..contract.folder import RunFolder, rank_of, step_of
 from ..contract.holdings import checkpoints_here, identity, is_checkpoint_file, is_collected, record_digest
 from .held import held_in
 from .own_files import foreign_of, outputs_of
+from .pieces import with_attempts
 
 
 def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
@@ -44,7 +45,7 @@ def inventory(request: Dict[str, Any]) -> Dict[str, Any]:
         "files": files,
         "checkpoint": checkpoint,
         "outputs": outputs_of(run_dir),
-        "foreign": foreign_of(run_dir),
+        "foreign": [{**found, "files": with_attempts(run_dir, found["files"])} for found in foreign_of(run_dir)],
         "rsync": shutil.which("rsync") is not None,
         "identity": identity(run_dir),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..contract.holdings import attempt_numbers, names_in, read_json
 from ..contract.kept import files_of
@@ -14,27 +14,23 @@ from .space import free_bytes
 
 
 def pieces(request: Dict[str, Any]) -> Dict[str, Any]:
-    """``{run_dir, name, marker, python, setup}`` → ``{files: [{path, bytes, modified, digest, attempt}], free_bytes}``.
-
-    ``attempt`` is the newest that had begun on this node, by its own clock, when the file was written last; 0 when
-    none had, or it came from elsewhere.
-    """
+    """``{run_dir, name, marker, python, setup}`` → ``{files: [{path, bytes, modified, digest, attempt}], free_bytes}``;
+    ``attempt`` as :func:`with_attempts` has it."""
     run_dir, name, marker = str(request["run_dir"]), str(request["name"]), request.get("marker")
     found = files_of(run_dir, name)
     if marker and str(marker) not in [row["path"] for row in found]:
         found += files_of(run_dir, str(marker))
     told = digests_of({os.path.join(run_dir, row["path"]): None for row in found}, request)
-    begun = _begun(run_dir)
-    files = [
-        {
-            **row,
-            "digest": told.get(os.path.join(run_dir, row["path"])),
-            "attempt": max([k for k, at in begun if at <= row["modified"]], default=0),
-        }
-        for row in found
-    ]
+    files = [{**row, "digest": told.get(os.path.join(run_dir, row["path"]))} for row in with_attempts(run_dir, found)]
     at = run_dir if os.path.isdir(run_dir) else os.path.dirname(run_dir)
     return {"files": files, "free_bytes": free_bytes(at)}
+
+
+def with_attempts(run_dir: str, rows: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Each file's row with ``attempt``: the newest that had begun on this node, by its own clock, when the file was
+    written last; 0 when none had, or it came from elsewhere."""
+    begun = _begun(run_dir) if rows else []
+    return [{**row, "attempt": max([k for k, at in begun if at <= row["modified"]], default=0)} for row in rows]
 
 
 def digests_of(paths: Mapping[str, Optional[str]], request: Mapping[str, Any]) -> Dict[str, Optional[str]]:

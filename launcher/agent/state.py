@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import zlib
 from typing import Any, Dict, List, Optional
 
 from ..contract.errors import UsageError
@@ -26,6 +27,7 @@ LAST_LINES = 20
 TRACEBACK_LINES = 60
 LAST_BYTES = 16384
 LINE_BYTES = 2048
+_MANY_FILES = 256
 _TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -48,10 +50,18 @@ def run_state(folder: str, only: Optional[int] = None) -> Dict[str, Any]:
     return {
         "attempts": attempts,
         "checkpoints": checkpoints_here(folder),
-        "foreign": [{k: v for k, v in c.items() if k != "files"} for c in foreign_of(folder)],  # asked often: no names
+        "foreign": [_short(c) for c in foreign_of(folder)],
         "resumed": {str(k): step for k, step in resumed_from(folder).items()},
         "exists": os.path.isdir(folder),
     }
+
+
+def _short(checkpoint: Dict[str, Any]) -> Dict[str, Any]:
+    """Without its files' names, because this is asked often; ``sizes`` lets copies on several nodes be counted once."""
+    files = checkpoint["files"]
+    sizes = {f"{zlib.crc32(os.fsencode(row['path'])):08x}": row["bytes"] for row in files[:_MANY_FILES]}
+    told = {k: v for k, v in checkpoint.items() if k != "files"}
+    return told if len(files) > _MANY_FILES else {**told, "sizes": sizes}
 
 
 def _attempt(folder: str) -> Dict[str, Any]:

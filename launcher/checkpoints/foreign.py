@@ -44,11 +44,18 @@ def _join(name: str, rows: Sequence[Mapping[str, Any]]) -> Candidate:
         step=int(rows[0]["step"] or 0),
         whole=whole,
         problem="" if whole else str(rows[0]["problem"]),
-        bytes=sum(int(row["bytes"]) for row in rows),
+        bytes=_bytes_of(rows),
         state="whole" if whole else "unfinished",
         name=name,
         written_at=max(float(row["written_at"]) for row in rows),
     )
+
+
+def _bytes_of(rows: Sequence[Mapping[str, Any]]) -> int:
+    """A file that several nodes have is one. Where there are too many to be named, all that lies there."""
+    if any("sizes" not in row for row in rows):
+        return sum(int(row["bytes"]) for row in rows)
+    return sum({key: int(size) for row in rows for key, size in row["sizes"].items()}.values())
 
 
 def rows_of(place: Place, rows: Any) -> dict[str, Mapping[str, Any]]:
@@ -63,17 +70,22 @@ def rows_of(place: Place, rows: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def files_of(asked: Asked, name: str) -> list[tuple[Place, dict[str, Mapping[str, Any]]]]:
-    """The files of the checkpoint ``name`` at each place; a file that several have is the first one's."""
-    seen: set[str] = set()
-    found = []
-    for place, answer in asked.answers:
+    """The files of the checkpoint ``name`` at each place; a file that several have is the first one's, of those that
+    the newest attempt wrote."""
+    found: list[tuple[Place, dict[str, Mapping[str, Any]]]] = []
+    best: dict[str, tuple[int, int]] = {}  # file → the attempt that wrote it, and minus the place's number
+    for number, (place, answer) in enumerate(asked.answers):
         rows: dict[str, Mapping[str, Any]] = {}
         for row in answer.get("foreign") or ():
             if row.get("name") == name:
                 rows.update(rows_of(place, row.get("files")))
-        found.append((place, {path: row for path, row in rows.items() if path not in seen}))
-        seen |= set(rows)
-    return found
+        found.append((place, rows))
+        for path, row in rows.items():
+            best[path] = max(best.get(path, (-1, 0)), (int(row.get("attempt", 0)), -number))
+    return [
+        (place, {path: row for path, row in rows.items() if -best[path][1] == number})
+        for number, (place, rows) in enumerate(found)
+    ]
 
 
 def own_files(

@@ -91,7 +91,10 @@ def held(place: Place) -> Files:
 WHOLE = {"rank-0.pt": b"0" * 5000, "rank-1.pt": b"1" * 5000, "deep/model.pt": b"m" * 900, "DONE": b""}
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["by themselves", "by way of home"])
+@pytest.mark.parametrize(
+    "apart",
+    [pytest.param(False, id="by themselves"), pytest.param(True, id="by way of home", marks=pytest.mark.full)],
+)
 def test_every_node_gets_every_file(rack: LocalBackend, home: Path, apart: bool) -> None:
     rack.apart = apart
     said, notices = give(rack, home, NODES[1:])
@@ -105,6 +108,9 @@ def test_every_node_gets_every_file(rack: LocalBackend, home: Path, apart: bool)
     assert held(two) == held(three) == WHOLE and "rank-1.pt" not in held(one), "not of the attempt, not moved to"
     assert list(home.iterdir()) == []
     assert give(rack, home, NODES[1:], attempt=3) == (None, [])
+    request = {"run_dirs": [str(run_dir(two))], "attempt": None}
+    told = rack.call(two, "state", request)["runs"][str(run_dir(two))]
+    assert candidates([told, told])[-1].bytes == 10_900, "copies are counted once"
     assert give(rack, home, ["node03"], attempt=3) == (None, [])
 
 
@@ -112,6 +118,8 @@ def test_a_piece_of_an_earlier_attempt_gives_way_to_the_newest(rack: LocalBacken
     one, two, three = rack.places()
     ran(one, 2, {"rank-0.pt": b"A" * 5000})
     ran(three, 2, {"rank-1.pt": b"B" * 5000})  # step 10 was reached once more, with node03 in node02's place
+    collect(rack, RUN, home, "10")  # type: ignore[arg-type]
+    assert (home / NAME / "rank-1.pt").read_bytes() == b"B" * 5000, "not the first node's that has one"
     said, _ = give(rack, home, NODES[:2], attempt=3)
     assert said is not None
     assert held(one) == held(two) == {**WHOLE, "rank-0.pt": b"A" * 5000, "rank-1.pt": b"B" * 5000}
@@ -126,6 +134,7 @@ def test_what_nodes_wrote_differently_under_one_name_is_theirs_and_nobody_elses(
     assert [held(place)["local.pt"] for place in rack.places()[:2]] == [b"0", b"1"]
 
 
+@pytest.mark.full
 def test_what_a_lost_disk_had_comes_from_what_was_collected(rack: LocalBackend, home: Path) -> None:
     rack.down.add("node02")
     with pytest.raises(PartialAnswer, match="may have files on node02, which did not answer"):
@@ -143,6 +152,7 @@ def test_what_a_lost_disk_had_comes_from_what_was_collected(rack: LocalBackend, 
         give(rack, home, ["node01"], attempt=3)
 
 
+@pytest.mark.full
 def test_a_link_in_the_way_leads_nowhere(rack: LocalBackend, home: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     three = run_dir(rack.places()[2])
