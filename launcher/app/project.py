@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,20 +110,28 @@ class Project:
     ) -> tuple[Job, Cluster, Plan]:
         """Both descriptions, and what they come to. What cannot be is told where the one or the other says it.
         ``built``: what is planned only, and the engine cannot train, is refused too."""
-        from .. import specs
-        from ..planning import CannotPlan, check_engine, make_plan
+        from ..planning import check_engine, make_plan
 
         loaded_job, loaded_cluster = self.describe(job, cluster, sets)
-        try:
+        with self.telling_where(job, cluster or loaded_job.cluster, sets):
             plan = make_plan(loaded_job, loaded_cluster)
             if built:
                 check_engine(plan)
+        return loaded_job, loaded_cluster, plan
+
+    @contextlib.contextmanager
+    def telling_where(self, job: Path, cluster: str | None, sets: Sequence[str] = ()) -> Iterator[None]:
+        """A CannotPlan as a DescriptionError, at the key of the one file or the other that is at fault."""
+        from .. import specs
+        from ..planning import CannotPlan
+
+        try:
+            yield
         except CannotPlan as refused:
-            where = specs.Written(job, self.cluster_file(cluster or loaded_job.cluster), *specs.split_sets(sets))
+            where = specs.Written(job, self.cluster_file(cluster), *specs.split_sets(sets))
             reasons = [(reason.keys, reason.message) for reason in refused.reasons]
             problems = where.problems(reasons, refused.job, refused.cluster)
             raise DescriptionError(problems, hint=refused.hint) from refused
-        return loaded_job, loaded_cluster, plan
 
 
 def find_root(start: Path) -> Path:

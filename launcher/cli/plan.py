@@ -100,15 +100,17 @@ def _plan_job(job: Path, cluster: str | None, sets: Sequence[str], *, as_json: b
     from ..planning.search import search as find
     from ..planning.told import WORLDS, told_plan, told_table
 
-    loaded_job, loaded_cluster, plan = options.open_app().planned(job, cluster, sets)
+    app = options.open_app()
+    loaded_job, loaded_cluster, plan = app.planned(job, cluster, sets)
     told: dict[str, Any] = told_plan(plan)
     lines = plan_lines(plan)
-    if table:
-        rows = job_table(loaded_job, loaded_cluster, plan, WORLDS)
+    with app.telling_where(job, cluster or loaded_job.cluster, sets):
+        rows = job_table(loaded_job, loaded_cluster, plan, WORLDS) if table else None
+        found = find(loaded_job, loaded_cluster) if search else None
+    if rows is not None:
         told["table"] = told_table(rows)
         lines += ["", *table_lines(rows)]
-    if search:
-        found = find(loaded_job, loaded_cluster)
+    if found is not None:
         told["search"] = found
         lines = search_lines(found) if not table else [*lines, "", *search_lines(found)]
     if as_json:

@@ -152,7 +152,8 @@ def _disk(job: Job, layout: Layout, topology: Topology) -> Disk:
 def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> tuple[TableRow, ...]:
     """State of every stage at other world sizes, from the job's own partition."""
     if not isinstance(job.model, GptModel) or job.zero is None or job.optimizer is None:
-        raise UsageError(f"job {job.name}: a table needs a model whose parameters are counted here")
+        reason = Reason("model", "a table needs a model whose parameters are counted here")
+        raise CannotPlan(job.name, cluster.name, [reason])
     each = _element_bytes(job, job.zero, job.optimizer)
     assert plan.train is not None
     elements = Elements.of_layout(layout_of(job, job.model, plan.topology, plan.train.zero))

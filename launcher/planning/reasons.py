@@ -17,12 +17,14 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "tensor": ("parallel.tensor",),
     "zero": ("zero",),
     "device": ("cluster.nodes",),
+    "model": ("model", "program"),
+    "memory": ("cluster.device", "cluster.nodes"),
 }
 
 
 class Reason(NamedTuple):
     """``name`` is one word that stays the same: nodes · slots · time · precision · batch · tensor · zero · device ·
-    not_built. ``key``: which one is at fault, where the name alone does not say it."""
+    model · memory · not_built. ``key``: which one is at fault, where the name alone does not say it."""
 
     name: str
     message: str

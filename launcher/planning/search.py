@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..contract.errors import UsageError
 from ..specs.models import Cluster, GptModel, Job
 from .make import draft_plan
 from .plan import Plan
-from .reasons import CannotPlan
+from .reasons import CannotPlan, Reason
 from .verdict import stage_sets, with_micro, with_recompute, with_stage, with_tensor
 
 
@@ -45,21 +44,23 @@ def search(job: Job, cluster: Cluster) -> Searched:
     """Plans (stage, tensor degree, micro-batch, recomputation) at the job's nodes and global batch.
 
     Tensor degrees are those that cut the model evenly inside a node (across nodes each block's sums would cross the
-    slow links), and the job's own. Raises UsageError for a model that is not the reference GPT, and for a cluster
+    slow links), and the job's own. Raises CannotPlan for a model that is not the reference GPT, and for a cluster
     without device memory: nothing could be said to fit.
     """
     own = draft_plan(job, cluster)
     if own.train is None:
-        raise UsageError(f"job {own.job_name} runs a program of its own: there is nothing of it to plan")
+        raise _no(own, Reason("model", "it runs a program of its own: there is nothing of it to plan", key="program"))
     if not own.step or own.global_batch is None:
         named = f"factory {own.train.factory.factory}" if own.train.factory else "this model"
-        raise UsageError(
+        said = (
             f"a search plans thousands of settings from shapes; how many parameters {named} has, and what a step of it "
-            "keeps, is known only when it runs",
-            hint="--simulate with --set runs one setting on nothing; --parameters N --ranks N plans state alone",
+            "keeps, is known only when it runs"
         )
+        hint = "--simulate with --set runs one setting on nothing; --parameters N --ranks N plans state alone"
+        raise _no(own, Reason("model", said, hint))
     if own.state.device_bytes is None:
-        raise UsageError(f"cluster {cluster.name} has no device memory", hint="write device: {memory: …} into it")
+        said = f"cluster {cluster.name} has no device memory"
+        raise _no(own, Reason("memory", said, "write device: {memory: …} into it"))
     found, planned, unsure = [], 0, 0
     for changed in _candidates(job, own):
         try:
@@ -72,6 +73,10 @@ def search(job: Job, cluster: Cluster) -> Searched:
             found.append(_found(plan, changed, job))
     found.sort(key=_order)
     return Searched(own.global_batch, tuple(found), planned, unsure)
+
+
+def _no(own: Plan, reason: Reason) -> CannotPlan:
+    return CannotPlan(own.job_name, own.cluster_name, [reason])
 
 
 def _candidates(job: Job, own: Plan) -> Iterator[Job]:

@@ -156,9 +156,9 @@ def test_a_program_is_planned_without_memory(tmp_path: Path, capsys: pytest.Capt
     assert found["verdict"] == "cannot be said" and "a program of the user's own" in found["because"]
     assert found["stages"] == [] and found["step"] == [] and found["sent_bytes_per_step"] is None
     _, error = told(capsys, str(own), "--cluster", LAPTOP, "--table", code=2)
-    assert "needs a model whose parameters are counted here" in error
+    assert f"error: {own}:2:10: on cluster laptop: a table needs a model whose parameters are counted here" in error
     _, error = told(capsys, QUICK, "--cluster", LAPTOP, "--search", code=2)
-    assert "has no device memory" in error
+    assert error.startswith(f"error: {LAPTOP}:") and ": job quickstart: cluster laptop has no device memory" in error
 
 
 def test_thousands_of_ranks_are_planned_at_once(capsys: pytest.CaptureFixture[str]) -> None:
