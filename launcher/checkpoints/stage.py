@@ -17,7 +17,7 @@ from ..contract.errors import NoSpace, Unreachable, ZerunError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.manifest import Manifest
-from ..contract.plain import from_plain, loads
+from ..contract.plain import from_plain, loads, read_file
 from ..contract.ranges import joined
 from ..contract.topology import Topology
 from ..contract.train import TrainConfig
@@ -103,7 +103,7 @@ def stage(
     step = chosen.step
     found = _Found.ask(backend, run, step)
     manifest, data = _manifest(found.asked, found.files, run, step, home, chosen.attempt)
-    saved = _saved_by(found.asked, run, manifest.attempt)
+    saved = _saved_by(found.asked, run, manifest.attempt, home)
     targets = _targets(backend, found, manifest, launch, saved, step_folder(home, step))
     moves = [t for t in targets if t.lacks]
     if moves:
@@ -160,17 +160,24 @@ def _manifest(
     return read_manifest(path, step), path.read_bytes()
 
 
-def _saved_by(asked: Asked, run: str, attempt: int) -> TrainConfig | None:
-    """What the attempt that wrote the checkpoint trained, as any node says that was of it."""
+def _saved_by(asked: Asked, run: str, attempt: int, home: Path) -> TrainConfig | None:
+    """What the attempt that wrote the checkpoint trained, as any node says that was of it, or what was collected."""
     for place, _ in asked.answers:
-        path = str(RunFolder.at(place.runs, run).attempt(attempt).launch)
-        said = place.transport.run(["cat", path])
-        if said.returncode == 0:
-            try:
-                return from_plain(LaunchSpec, loads(said.stdout)).train
-            except ValueError:
-                continue
-    return None
+        said = place.transport.run(["cat", str(RunFolder.at(place.runs, run).attempt(attempt).launch)])
+        train = _trained(said.stdout) if said.returncode == 0 else None
+        if train is not None:
+            return train
+    try:
+        return _trained(read_file(home / "attempts" / str(attempt) / "launch.json"))
+    except OSError:
+        return None
+
+
+def _trained(launch: bytes) -> TrainConfig | None:
+    try:
+        return from_plain(LaunchSpec, loads(launch)).train
+    except ValueError:
+        return None
 
 
 def _targets(

@@ -317,6 +317,25 @@ def test_a_reader_that_finds_ranges_wrong_says_so_and_the_next_resume_mends_it(
     assert names(rack, 0) == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
+@pytest.mark.full
+def test_every_disk_is_lost_and_home_has_it(rack: LocalBackend, home: Path, tmp_path: Path) -> None:
+    manifest = write_shards(rack, NODES)
+    kept = keep_all(rack, tmp_path)
+    collect(rack, RUN, home, "newest", None)  # type: ignore[arg-type]
+    for node in range(3):
+        shutil.rmtree(folder(rack, node).parents[1])
+    answers = [{"checkpoints": [], "attempts": {}}]
+    assert candidates(answers, home) == []
+    (chosen,) = candidates(answers, home, sends_back=True)
+    assert chosen.at_home and chosen.sentence() == "step 100: whole at home"
+    notices: list[str] = []
+    said = stage(rack, RUN, home, chosen, spec(NODES[:2]), notices.append)  # type: ignore[arg-type]
+    assert said is not None and "node01 (1 shard, 5.6 MiB and ranges of 1 shard, " in said
+    assert "node02 (2 shards, 11.2 MiB, from here)" in said
+    assert not any("come here first" in line for line in notices)
+    reads_right(rack, manifest, [0, 1], kept)
+
+
 _SLOW_PULL = """
 import json, sys, time
 from launcher.agent import pull

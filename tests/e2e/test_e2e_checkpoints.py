@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e_site import GPT, Site
@@ -67,3 +69,27 @@ def test_a_checkpoints_life(laptop: Site) -> None:
     told = laptop.zerun("ckpt", "prune", run, "--yes").stderr
     assert "step 8: whole, but left behind: attempt 4 went on from step 4" in told
     assert [c["step"] for c in laptop.json("ckpt", "ls", run)] == [6]
+
+
+@pytest.mark.full
+def test_what_a_purge_took_is_sent_back_from_home(slurm: Site, testbed: Any) -> None:
+    slurm.write("jobs/g.yaml", GPT.format(name="g", nodes=2, stage=2, steps=10, every=5))
+    run = slurm.zerun("submit", "jobs/g.yaml", "--cluster", "uni", "--follow").stdout.strip()
+    slurm.zerun("collect", run)
+    there = testbed.home() / "zerun" / run
+    shutil.rmtree(there / "checkpoints/step-00000005")
+    (there / "checkpoints/step-00000010/rank-00002.safetensors").unlink()
+    (listed,) = slurm.json("ckpt", "ls", run)
+    assert listed["state"] == "damaged" and not listed["at_home"]
+    said = slurm.zerun("resume", run, "--set", "steps=12", "--follow").stderr
+    assert "step 10: whole at home, taken" in said
+    assert "step 10, which is whole here and not on the cluster: 1 shard (" in said and "go to login" in said
+    assert [c["whole"] for c in slurm.json("ckpt", "ls", run)] == [True, True]
+
+    # The whole folder of the run, as a purge by age takes it.
+    slurm.zerun("collect", run)
+    shutil.rmtree(there)
+    said = slurm.zerun("resume", run, "--set", "steps=14", "--follow").stderr
+    assert "step 12: whole at home, taken" in said and ": 4 shards (" in said
+    assert [c["step"] for c in slurm.json("ckpt", "ls", run) if c["whole"]] == [12, 14]
+    assert slurm.json("status", run)["exit_code"] == 0
