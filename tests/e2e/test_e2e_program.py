@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from e2e_site import PROGRAM, Site
+from testbed.network import cut_between
 
 OWN = """\
 import os, pathlib, signal, sys, time
@@ -113,6 +115,17 @@ def test_a_programs_checkpoints_are_listed_brought_home_proven_and_handed_back(r
         assert f"rank {rank} goes on from code/ck/step-20: DONE 0x, rank-0.pt 5000x00, rank-1.pt 5000x01" in logs
         assert f"rank {rank} reads True 9000" in logs
     assert json.loads((home / "attempts/2/launch.json").read_text())["resume_from"] == "code/ck/step-20"
+    assert [c["bytes"] for c in rack.json("ckpt", "ls", run) if c["step"] == 20] == [10_000], "copies are counted once"
+    # Whoever has it now is not of the attempt, and the others do not reach it: by way of home, proven there too.
+    with contextlib.ExitStack() as cut:
+        for node in ("node01", "node02"):
+            testbed.exec(node, ["rm", "-rf", f"/scratch/trainer/zerun/{run}/code/ck"])
+            cut.enter_context(cut_between(testbed, node, "node03"))
+        again = rack.zerun("resume", run, "--step", "20", "--nodes", "2", "--follow")
+    assert "code/ck/step-20: not from node to node to node01: " in again.stderr
+    assert "code/ck/step-20: 3 files (9.8 KiB) come here first" in again.stderr
+    logs = rack.zerun("logs", run).stdout
+    assert all(f"rank {r} goes on from code/ck/step-20: DONE 0x, rank-0.pt 5000x00" in logs for r in (0, 1))
 
 
 FRAMEWORKS = """\
