@@ -1,7 +1,7 @@
 # Everything a newcomer needs: `make run` trains, `make test` proves. Both set themselves up.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint docs
+.PHONY: help setup run test test-all lint docs accuracy
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -21,8 +21,13 @@ test-all: setup  ## the same with the full products
 lint: setup  ## ruff and mypy alone
 	@scripts/lint.sh
 
-docs: setup  ## writes docs/cli.md, descriptions.md, messages.md and paper.md anew
+docs: setup  ## writes docs/cli.md, descriptions.md, messages.md and paper.md anew; accuracy.md is apart
 	@.venv/bin/python scripts/gen_cli_docs.py
 	@.venv/bin/python scripts/gen_description_docs.py
 	@.venv/bin/python scripts/gen_messages_docs.py
 	@.venv/bin/python scripts/gen_paper_docs.py
+
+# Not part of docs: it trains with real ranks at every setting of the page, which takes many minutes on two cores. What the
+# page says is held by tests/simulate/test_simulate_exact.py meanwhile, a part of it in `make test`.
+accuracy: setup  ## writes docs/accuracy.md anew from real ranks: many minutes
+	@.venv/bin/python scripts/gen_accuracy_docs.py
