@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from testbed.cluster import USERS, Testbed
 
-from launcher.contract.errors import NoSpace, Refused, Unreachable, ZerunError
+from launcher.contract.errors import NoSpace, Refused, Unreachable, UsageError, ZerunError
 from launcher.transports import rsync
 from launcher.transports.fabric import FabricTransport
 from launcher.transports.local import LocalTransport
@@ -219,3 +219,23 @@ def test_the_systems_ssh_goes_where_fabric_goes(testbed: Testbed) -> None:
     target = SshTarget("node02", config=str(testbed.ssh_config), jump="login", user="tess")
     shown = subprocess.run(["ssh", *target.batch_options(), "node02", "whoami"], capture_output=True)
     assert shown.stdout.splitlines()[-1] == b"tess"
+
+
+@pytest.mark.parametrize("by_rsync", [True, False], ids=["rsync", "sftp"])
+def test_what_may_not_be_written_or_read_there_is_one_kind_of_error(
+    testbed: Testbed, logins: None, tmp_path: Path, by_rsync: bool
+) -> None:
+    transport = _open(testbed, "trainer", by_rsync=by_rsync)
+    (tmp_path / "a").write_bytes(b"x")
+    try:
+        for work in (
+            lambda: transport.put(b"x", "/root/zerun/x"),
+            lambda: transport.push(["a"], tmp_path, "/root/zerun"),
+            lambda: transport.push(["a"], tmp_path, "/etc"),
+            lambda: transport.fetch(["shadow"], "/etc", tmp_path / "o"),
+        ):
+            with pytest.raises(UsageError, match=r"(?s)^login: .*Permission denied") as told:
+                work()
+            assert told.value.hint is not None and "paths.runs" in told.value.hint
+    finally:
+        transport.close()
