@@ -27,7 +27,7 @@ docs: setup  ## writes docs/cli.md, descriptions.md, messages.md and paper.md an
 	@.venv/bin/python scripts/gen_messages_docs.py
 	@.venv/bin/python scripts/gen_paper_docs.py
 
-# Not part of docs: it trains with real ranks at every setting of the page, which takes many minutes on two cores. What the
+# Not part of docs: it trains with real ranks at every setting of the page, which takes minutes. What the
 # page says is held by tests/simulate/test_simulate_exact.py meanwhile, a part of it in `make test`.
-accuracy: setup  ## writes docs/accuracy.md anew from real ranks: many minutes
+accuracy: setup  ## writes docs/accuracy.md anew from real ranks, in minutes
 	@.venv/bin/python scripts/gen_accuracy_docs.py
