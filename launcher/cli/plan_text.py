@@ -49,6 +49,7 @@ def _head_lines(plan: Plan) -> list[str]:
         lines.append(f"nodes    {' '.join(named)}")
     if plan.program is not None:
         lines.append(f"program  {' '.join(plan.program.argv)}")
+        lines += [f"data     {variable}: {show.visible(path)}" for variable, path in plan.program.data.items()]
     if plan.train is not None:
         batch = plan.train.batch
         lines.append(

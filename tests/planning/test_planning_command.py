@@ -231,4 +231,6 @@ def test_an_include_that_matches_nothing_is_told_where_the_job_says_it(
     dry = ["submit", str(job), "--cluster", LAPTOP, "--dry-run"]
     assert run(dry) == 2
     assert f"{job}:4:21: 'data/*.bin' matches no file below {tmp_path}" in capsys.readouterr().err
-    assert run([*dry, "--set", "code.include=[j.yaml]"]) == 0
+    assert run([*dry, "--set", "code.include=[j.yaml]", "--set", "data.tokens=j.yaml"]) == 0
+    assert run(["plan", str(job), "--cluster", LAPTOP, "--set", "data.tokens=/lustre/t.bin"]) == 0
+    assert "data     ZERUN_DATA_TRAIN: /lustre/t.bin\n" in capsys.readouterr().out
