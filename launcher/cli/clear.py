@@ -59,10 +59,7 @@ def clearing_lines(clearing: Clearing) -> list[str]:
             lines.append(f"  beside it {code} of shipped code that no run needs any more")
     if clearing.only_there:
         there = clearing.only_there
-        steps = ", ".join(map(str, there))
-        if len(there) > 10:
-            steps = f"{there[0]}, {there[1]}, … {there[-1]} ({len(there)} of them)"
-        lines.append(f"  nowhere else whole: checkpoint{'s' if len(clearing.only_there) > 1 else ''} at step {steps}")
+        lines.append(f"  nowhere else whole: checkpoint{'s' if len(there) > 1 else ''} at step {show.steps(there)}")
     if clearing.stays:
         lines.append(f"  what lies on {clearing.stays} stays (--remote removes it too)")
     return lines

@@ -92,11 +92,11 @@ def _where(app: App, state: RunState) -> list[str]:
         lines.append(f"  logs           on the cluster: zerun logs {run}")
         lines.append(f"  bring home     zerun collect {run}    (to {folder}/)")
     if state.checkpoints:
-        steps = ", ".join(str(s) for s in state.checkpoints)
         # Of a run on a cluster, what lies here was collected before this end: not all of it, or not this attempt's.
         where = f"{folder}/checkpoints/" if here else f"on {state.cluster}"
-        lines.append(f"  checkpoints    {where}    whole {'one' if ',' not in steps else 'ones'} at step {steps}")
-        lines.append(f"  resume         zerun resume {run} --step {state.checkpoints[0]}    (from that step again)")
+        whole = f"whole {'one' if len(state.checkpoints) == 1 else 'ones'} at step {show.steps(state.checkpoints)}"
+        lines.append(f"  checkpoints    {where}    {whole}")
+        lines.append(f"  resume         zerun resume {run} --set steps=N    (further; --step S: again from there)")
     return lines
 
 

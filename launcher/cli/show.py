@@ -105,6 +105,13 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def steps(numbers: Sequence[int]) -> str:
+    """All of a few, of many the first two and the last."""
+    if len(numbers) <= 10:
+        return ", ".join(map(str, numbers))
+    return f"{numbers[0]}, {numbers[1]}, … {numbers[-1]} ({len(numbers)} of them)"
+
+
 def duration(seconds: float) -> str:
     """``42 s``, ``3 min 5 s``, ``2 h 7 min``, ``3 d 4 h``."""
     whole = max(0, int(seconds))

@@ -84,6 +84,12 @@ def test_a_run_on_a_cluster_says_how_to_bring_it_home(tmp_path: Path, capsys: py
     assert "zerun collect job-1" in capsys.readouterr().err
 
 
+def test_a_thousand_checkpoints_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    many = tuple(range(20, 20_020, 20))
+    follow.summarise(App(tmp_path, runs=tmp_path / "runs"), state("done", outcome=OUTCOME, checkpoints=many))
+    assert "whole ones at step 20, 40, … 20000 (1000 of them)" in capsys.readouterr().err
+
+
 def test_ls_and_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs that are known to have ended are listed without asking anyone."""
     store = RunStore(tmp_path / "runs")
