@@ -35,7 +35,7 @@ class Reason(NamedTuple):
     def keys(self) -> tuple[str, ...]:
         """Keys of the job (``zero.stage``) and of the cluster (``cluster.nodes``) that may be at fault, likeliest
         first."""
-        return (self.key,) if self.key else _KEYS[self.name]
+        return (self.key,) if self.key else _KEYS.get(self.name, ("name",))
 
 
 class CannotPlan(UsageError):
