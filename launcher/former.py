@@ -1,8 +1,9 @@
-"""What earlier attempts of a run may have left running, ended on every node before the next one begins.
+"""Before the next attempt, on a cluster without a scheduler: who answers, and what earlier attempts left running.
 
-A killed agent's ranks go with it, but not what those had started: it would write into the run's folder beside the next
-attempt, which may run on other nodes. A node that does not answer holds up nothing: one that lost its power is the
-very reason to go on elsewhere. It is named, and kept in the journal (``left``) for the next resume or cancel.
+A killed agent's ranks go with it, but not what those had started: it would write into the run's folder beside the
+next attempt, which may run on other nodes. A node that does not answer holds up nothing: one that lost its power is
+the very reason to go on elsewhere. It is passed over and named, and kept in the journal (``left``) for the next
+resume or cancel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .attempts import Attempts
 from .backends.calls import side_by_side
 from .backends.protocol import Handle
-from .contract.errors import PartialAnswer, UsageError, ZerunError
+from .contract.errors import PartialAnswer, Unreachable, UsageError, ZerunError
 from .contract.holdings import read_json
 from .runs import Run
 
@@ -23,6 +24,36 @@ if TYPE_CHECKING:
     from .specs.models import Cluster
 
 _AT_ONCE = 32
+
+
+def answering(backend: Backend, cluster: Cluster, wanted: int) -> tuple[Cluster, list[str]]:
+    """``cluster`` without the nodes that do not answer, and a line about them; as it is where the first ``wanted`` do.
+
+    Raises Unreachable when fewer than ``wanted`` answer.
+    """
+    if backend.name != "direct" or cluster.local:
+        return cluster, []
+    entries = cluster.node_list
+    silent = _silent(backend, [entry.name for entry in entries[:wanted]])
+    if not silent:
+        return cluster, []
+    silent.update(_silent(backend, [entry.name for entry in entries[wanted:]]))
+    there = tuple(entry for entry in entries if entry.name not in silent)
+    if len(there) < wanted:
+        asked = f"{wanted} node{'' if wanted == 1 else 's'} to go on"
+        raise Unreachable(
+            f"{asked}, {len(there)} of {len(entries)} answer: {_list(silent)}",
+            hint=f"--nodes {len(there)} goes on with those that do" if there else None,
+        )
+    nodes = there if isinstance(cluster.nodes, tuple) else cluster.nodes.model_copy(update={"entries": there})
+    return cluster.model_copy(update={"nodes": nodes}), [f"goes on without {_list(silent)}"]
+
+
+def _silent(backend: Backend, nodes: Sequence[str]) -> dict[str, str]:
+    """Those of ``nodes`` that do not answer, with the reason."""
+    nobody = {"pid": 1, "started_ticks": -1, "boot": "?"}
+    polls = backend.poll([Handle("direct", {"agents": {node: nobody}}) for node in nodes])
+    return {node: poll.why for node, poll in zip(nodes, polls, strict=True) if poll.state == "unknown"}
 
 
 def end_former(attempts: Attempts, backend: Backend, cluster: Cluster, run: Run, newest: int) -> list[str]:

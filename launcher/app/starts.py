@@ -109,7 +109,7 @@ class Starts(Project):
         """
         from .. import datasets, specs
         from ..checkpoints import candidates, choose
-        from ..former import end_former
+        from ..former import answering, end_former
         from ..planning import check_engine, make_plan
         from ..starting import Waiting
 
@@ -130,10 +130,13 @@ class Starts(Project):
             # A program that keeps its checkpoints elsewhere, or in files of its own, finds them itself.
             chosen = choose(found, step) if found or step is not None or job.program is None else None
             kept = None if any(s.startswith("batch.") for s in sets) else before.global_batch
+            everyone = cluster
+            cluster, without = answering(backend, cluster, job.nodes if nodes is None else nodes)
             plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
             check_engine(plan)
             refuse_what_cannot_fit(plan)
-            notes = [*_explained(found, chosen), *end_former(self.attempts, backend, cluster, loaded, state.attempt)]
+            notes = [*_explained(found, chosen), *without]
+            notes += end_former(self.attempts, backend, everyone, loaded, state.attempt)
             device_kind = cluster.device_of(plan.nodes[0].name).kind
             (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)
             attempt = max(state.attempt, loaded.attempt) + 1

@@ -157,6 +157,7 @@ def resume_verb(
 
     The global batch, the cluster and what earlier resumes had --set stay what they were. Says which checkpoints
     were looked at, which was taken, and why. A program that has none of ours starts again, as the next attempt.
+    Without a scheduler nodes that do not answer are passed over, and what killed agents left anywhere is ended first.
     Prints the run's id on stdout.
     """
     app = options.open_app()

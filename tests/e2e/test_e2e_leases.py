@@ -167,20 +167,23 @@ def test_a_resume_elsewhere_ends_what_killed_agents_left(
 
     nodes = ("node01", "node02", "node03")
     wait_until(lambda: all(map(left, nodes)), 30, "the ranks did not come up")
-    for node in nodes[1:]:
+    for node in ("node01", "node03"):
         record = testbed.exec(node, ["cat", f"/scratch/{testbed.user}/zerun/{run}/attempts/1/nodes/{node}.json"])
         testbed.exec(node, ["kill", "-9", str(json.loads(record.stdout)["agent"]["pid"])], user=None)
-    wait_until(lambda: not left("node01"), 30, "the agent that lives did not stop")
-    assert left("node02") and left("node03")
-    testbed.cut("node03")
+    wait_until(lambda: not left("node02"), 30, "the agent that lives did not stop")
+    assert left("node01") and left("node03")
+    testbed.cut("node01")
     try:
         assert rack.json("status", run)["state"] == "failed"
+        refused = rack.zerun("resume", run, "--nodes", "4", code=4).stderr
+        assert "4 nodes to go on, 3 of 4 answer: node01 (" in refused and "--nodes 3" in refused, refused
         said = rack.zerun("resume", run, "--nodes", "1").stderr
-        assert "attempt 1 may still run on node03" in said and f"zerun cancel {run}" in said, said
-        assert not left("node02")
+        assert "goes on without node01 (" in said and "attempt 1 may still run on node01" in said, said
+        assert f"zerun cancel {run}" in said and not left("node03")
     finally:
-        testbed.mend("node03")
-    assert left("node03"), "nothing was left to find"
-    wait_until(lambda: testbed.exec("node03", ["true"], check=False).returncode == 0, 20, "node03 is not back")
+        testbed.mend("node01")
+    assert left("node01"), "nothing was left to find"
+    wait_until(lambda: testbed.exec("node01", ["true"], check=False).returncode == 0, 20, "node01 is not back")
+    assert rack.json("status", run)["nodes"] == ["node02"]
     rack.zerun("cancel", run, code=None)
     assert leftovers(run) == []
