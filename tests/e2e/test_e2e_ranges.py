@@ -73,6 +73,10 @@ def test_ranks_go_on_the_same_from_ranges_as_from_whole_shards(
     # Ranges are no shard: without node02's disk, rank 1's is lost, and said to be.
     listed = {c["step"]: c for c in rack.json("ckpt", "ls", moved)}
     assert listed[20]["whole"] and listed[20]["bytes"] == 3 * whole
+    # keep: 2 has let step 10 go, where attempt 2 ran; node03 still has its part.
+    assert listed[10]["state"] == "let go" and "that attempt 2 left out" in listed[10]["problem"]
+    rack.zerun("ckpt", "prune", moved, "--remote", "--keep", "2", "--yes")
+    assert [c["step"] for c in rack.json("ckpt", "ls", moved)] == [20, 30]
     rack.zerun("collect", moved, "--checkpoint", "20")
     assert sorted(p.name for p in (rack.run_folder(moved) / "checkpoints/step-00000020").iterdir()) == [
         "manifest.json", *(f"rank-{rank:05d}.safetensors" for rank in range(3))
