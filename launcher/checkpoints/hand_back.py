@@ -86,7 +86,7 @@ def hand_back(
         "setup": launch.setup,
     }
     asked = ask_all(backend, "pieces", lambda p: {"run_dir": run_dir(p, run), **about}, timeout_s=_READ_S)
-    held = [rows_of(place, answer.get("files")) for place, answer in asked.answers]
+    held = [_told(place, answer.get("files")) for place, answer in asked.answers]
     indexes = _nodes(asked, launch)
     kept = _of_home(home, chosen.name, held)
     if asked.silent and not kept:
@@ -110,6 +110,17 @@ def hand_back(
 
 
 # --- who lacks what ---------------------------------------------------------------------------------
+
+
+def _told(place: Place, files: Any) -> dict[str, Row]:
+    """A place's files by name. Raises Refused for what no agent of ours says."""
+    rows = rows_of(place, files)
+    for path, row in rows.items():
+        kinds = {"digest": (str, type(None)), "attempt": (int,), "modified": (int, float)}
+        wrong = next((key for key, kind in kinds.items() if not isinstance(row.get(key), kind)), None)
+        if wrong is not None:
+            raise Refused(f"{name_of(place)} says that the {wrong} of {path} is {row.get(wrong)!r}")
+    return rows
 
 
 def _nodes(asked: Asked, launch: LaunchSpec) -> list[int]:

@@ -12,8 +12,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FREE = "free some there (df -h, and your quota), or name another folder"
 _ALLOW = (
-    "`ls -ld` says whose that is: see that you may write there, or name another folder: ZERUN_RUNS at home, paths.runs on a "
-    "cluster"
+    "`ls -ld` says whose that is: see that you may write there, or name another folder: ZERUN_RUNS at home, paths.runs "
+    "on a cluster"
 )
 
 
