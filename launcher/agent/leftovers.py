@@ -6,6 +6,7 @@ container. Two attempts at once would write the same checkpoints.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Callable, List
@@ -36,6 +37,16 @@ def end_leftovers(spec: LaunchSpec, node: str, log: Callable[[str], None]) -> Li
                 told.append(f"{len(ended)} processes of attempt {number}, whose agent had been killed, were ended")
                 log(told[-1])
     return told
+
+
+def is_superseded(spec: LaunchSpec) -> bool:
+    """Whether the run's next attempt was begun: this one's machine did not answer, and was taken for dead. Under Slurm
+    it is the job itself that begins again, when all of the former attempt is over."""
+    if os.environ.get("SLURM_JOB_ID"):
+        return False
+    newer = [number for number in attempt_numbers(spec.run_dir) if number > spec.attempt]
+    folder = RunFolder(PurePosixPath(spec.run_dir))
+    return any(os.path.exists(str(folder.attempt(number).launch)) for number in newer)
 
 
 def _was_killed(run_dir: str, attempt: int, node: str) -> bool:

@@ -30,7 +30,7 @@ from . import container, leases, processes, rendezvous, replicas
 from .control import Council, Peer
 from .coordinator import Coordinator
 from .environment import Environment, Seat
-from .leftovers import end_leftovers
+from .leftovers import end_leftovers, is_superseded
 from .loop import Loop
 from .notes import AgentLog, Keeper, Ready, leave_place, own_files, take_place
 from .prepare import Preparation
@@ -67,13 +67,12 @@ class Agent:
         self._prepared: Optional[Tuple[Path, Environment]] = None
         self._welcome = options.node_rank == 0
         self._stopping = self._down = self._warned = self._reported = False
-        self._settled = False
+        self._settled = self._started = False
         self._held: Optional[leases.Held] = None
         # Else no rank starts before every node's slots are held, and every node serves its shards.
         self._gathered = spec.nodes[0].among is None and not spec.replicas
         self._replicas: Optional[replicas.Replicas] = None
         self._killing_since: Optional[float] = None
-        self._started = False
 
     def run(self) -> int:
         """The agent's exit status: 0, 75, 124, or that of the first failure."""
@@ -233,6 +232,8 @@ class Agent:
 
     def _beat(self) -> None:
         self._loop.reap()  # in case a signal was lost
+        if not (self._stopping or self._reported) and is_superseded(self._spec):
+            self._report(self._failure("cancelled", "the run's next attempt has begun elsewhere"), time.monotonic())
         if self._held is not None:
             self._held.beat()
         if self._warned and not self._stopping:

@@ -30,3 +30,17 @@ def test_two_attempts_never_run_at_once(job: MakeJob, tmp_path: Path) -> None:
         assert "whose agent had been killed" in note
         agent.send_signal(signal.SIGTERM)
         agent.wait(20)
+
+
+def test_an_agent_that_was_taken_for_dead_gives_way(job: MakeJob) -> None:
+    """Its machine did not answer, and the run went on elsewhere; then the network is mended."""
+    first = job("sleep", "60")
+    agent = first.agent()
+    until(lambda: first.state() == "running")
+    rank = first.record().ranks[0].pid
+    second = first.folder.parent / "2"
+    second.mkdir()
+    (second / "launch.json").write_bytes((first.folder / "launch.json").read_bytes())
+    assert agent.wait(20) == 128 + signal.SIGTERM and not lives(rank)
+    failure = first.record().failure
+    assert failure is not None and "next attempt" in failure.message
