@@ -99,11 +99,12 @@ class Attempts:
         return code
 
     def launch(self, source: Source, run: str, attempt: int, runs: str, *, token: str | None = None) -> LaunchSpec:
-        """The launch specification of ``attempt`` below the cluster's folder ``runs``; keeps the bytes it ships."""
+        """The launch specification of ``attempt`` below the cluster's folder ``runs``. The job's code is kept when it
+        is sent: what only shows a launch leaves no copy of it."""
         from .contract.folder import blob
         from .planning import Begun, launch_spec
 
-        runtime, code, chosen = self.keep(runtime_bundle()), self.keep(source.code), source.goes_on
+        runtime, code, chosen = self.keep(runtime_bundle()), source.code, source.goes_on
         begun = Begun(
             run=run,
             attempt=attempt,
@@ -166,6 +167,7 @@ class Attempts:
         from .backends.protocol import Submission
         from .planning import job_name
 
+        self.keep(source.code)
         names = [Path(p).name for p in (launch.runtime, launch.code) if p]
         blobs = {name: self.blob(name) for name in names if not is_listing(name)}
         code = next((self.shipment(name) for name in names if is_listing(name)), None)
