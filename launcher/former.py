@@ -9,21 +9,62 @@ resume or cancel.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .attempts import Attempts
 from .backends.calls import side_by_side
 from .backends.protocol import Handle
-from .contract.errors import PartialAnswer, Unreachable, UsageError, ZerunError
+from .contract.errors import Exit, PartialAnswer, Unreachable, UsageError, ZerunError
+from .contract.folder import RunFolder
 from .contract.holdings import read_json
-from .runs import Run
+from .observe import ask
+from .runs import Run, RunState
 
 if TYPE_CHECKING:
     from .backends.protocol import Backend
     from .specs.models import Cluster
 
 _AT_ONCE = 32
+_STILL_S = 70.0  # so old may be what one client of a shared disk sees of another's files
+
+
+def standing_still(
+    backend: Backend, run: Run, state: RunState, notice: Callable[[str], None]
+) -> tuple[RunState, list[str]]:
+    """The state of a run of which no machine answers, when what it left on a shared disk tells that it is over.
+
+    An agent writes a beat there every 2 s. One that writes none is dead, or does not reach the disk, and then neither
+    do its ranks; should it come back, it ends when it sees the next attempt.
+    """
+    shared = backend.name == "direct" and all(place.node is None for place in backend.places())
+    before = _beats(backend, run, state.attempt) if shared and state.state == "unknown" else {}
+    if not before:
+        return state, []
+    notice(
+        f"{_named_nodes(before)} not answering: for {_STILL_S:g} s it is seen whether anything is still written there"
+    )
+    time.sleep(_STILL_S)
+    if _beats(backend, run, state.attempt) != before:
+        return state, []
+    why = f"{_named_nodes(before)} not answering, and no agent there has written its beat for {_STILL_S:g} s"
+    over = replace(state, state="failed", exit_code=int(Exit.JOB_FAILED), why=why)
+    return over, [f"attempt {state.attempt} is taken for over: {why}"]
+
+
+def _beats(backend: Backend, run: Run, attempt: int) -> dict[str, float]:
+    answers, silent = ask(backend, [run])
+    found: dict[str, float] = {}
+    for place, answer in answers:
+        of_run = answer["runs"].get(str(RunFolder.at(place.runs, run.name).root), {})
+        for record in of_run.get("attempts", {}).get(str(attempt), {}).get("records", ()):
+            found[str(record["node"])] = float(record["beat_at"])
+    return {} if silent else found
+
+
+def _named_nodes(nodes: Mapping[str, float]) -> str:
+    return f"{', '.join(sorted(nodes))} {'is' if len(nodes) == 1 else 'are'}"
 
 
 def answering(backend: Backend, cluster: Cluster, wanted: int) -> tuple[Cluster, list[str]]:

@@ -109,7 +109,7 @@ class Starts(Project):
         """
         from .. import datasets, specs
         from ..checkpoints import candidates, choose
-        from ..former import answering, end_former
+        from ..former import answering, end_former, standing_still
         from ..planning import check_engine, make_plan
         from ..starting import Waiting
 
@@ -125,6 +125,7 @@ class Starts(Project):
         try:
             state = self.attempts.look(backend, [loaded])[0]
             loaded = self.store.load(loaded.name)
+            state, over = standing_still(backend, loaded, state, notice or (lambda _: None))
             refuse_to_resume(state, again=step is not None or bool(sets))
             found = candidates(self._about(backend, loaded), loaded.folder, sends_back=True)
             # A program that keeps its checkpoints elsewhere, or in files of its own, finds them itself.
@@ -135,7 +136,7 @@ class Starts(Project):
             plan = make_plan(job, cluster, nodes=nodes, global_batch=kept)
             check_engine(plan)
             refuse_what_cannot_fit(plan)
-            notes = [*_explained(found, chosen), *without]
+            notes = [*over, *_explained(found, chosen), *without]
             notes += end_former(self.attempts, backend, everyone, loaded, state.attempt)
             device_kind = cluster.device_of(plan.nodes[0].name).kind
             (waiting or Waiting()).for_slots(backend, plan.nodes, device_kind)

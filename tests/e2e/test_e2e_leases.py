@@ -12,6 +12,10 @@ import pytest
 from e2e_site import GPT, PROGRAM, Site
 from test_e2e_slurm import wait_for_checkpoint
 
+from launcher import former
+from launcher.app import App
+from launcher.contract.errors import Unreachable
+
 UNLIKE = """\
 name: rack
 backend: direct
@@ -186,4 +190,46 @@ def test_a_resume_elsewhere_ends_what_killed_agents_left(
     wait_until(lambda: testbed.exec("node01", ["true"], check=False).returncode == 0, 20, "node01 is not back")
     assert rack.json("status", run)["nodes"] == ["node02"]
     rack.zerun("cancel", run, code=None)
+    assert leftovers(run) == []
+
+
+SHARED = """\
+name: rack
+backend: direct
+nodes: {{names: "node[01-04]", slots: 2}}
+ssh: {{config: {config}}}
+paths: {{runs: ~/zerun}}
+python: {python}
+agent_python: /usr/bin/python3
+"""
+
+
+@pytest.mark.full
+def test_the_only_machine_of_a_run_is_off(
+    site: Site, testbed: Any, node_python: str, leftovers: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a shared disk the agent's beat tells a machine without power from one that cannot be reached."""
+    monkeypatch.setattr(former, "_STILL_S", 6.0)  # for minutes' old views of a network's disk, which this one is not
+    site.write("clusters/rack.yaml", SHARED.format(config=testbed.ssh_config_of(testbed.user), python=node_python))
+    site.write("script.py", "import time\ntime.sleep(600)\n")
+    site.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="30:00", python="python3", more=""))
+    run = site.zerun("submit", "jobs/p.yaml", "--cluster", "rack").stdout.strip()
+    app = App(site.folder)
+    said: list[str] = []
+    testbed.cut("node01")
+    try:
+        with pytest.raises(Unreachable, match="whether it still runs is not known"):
+            app.resume(run, notice=said.append)
+        assert any("node01 is not answering" in line for line in said)
+    finally:
+        testbed.mend("node01")
+    testbed.kill("node01")
+    try:
+        resumed = app.resume(run)
+        assert any("attempt 1 is taken for over: node01 is not answering" in note for note in resumed.notes)
+        assert any("goes on without node01" in note for note in resumed.notes)
+        assert site.json("status", run)["nodes"] == ["node02"]
+        site.zerun("cancel", run, code=None)
+    finally:
+        testbed.start("node01")
     assert leftovers(run) == []
