@@ -37,20 +37,18 @@ def received(testbed: Any, node: str) -> int:
     return sum(int(line.split(":")[1].split()[0]) for line in lines if not line.strip().startswith("lo:"))
 
 
-def submit(rack: Site, testbed: Any) -> tuple[str, dict[str, int], str]:
-    """The run, what each node received for it, and the line about the code."""
+def submit(rack: Site, testbed: Any, *more: str) -> tuple[list[str], dict[str, int], str]:
+    """What it said, what each node received for it, and the line about the code."""
     before = {node: received(testbed, node) for node in NODES}
-    done = rack.zerun("submit", "jobs/p.yaml", "--cluster", "rack")
+    said = rack.zerun("submit", "jobs/p.yaml", "--cluster", "rack", *more).stderr.splitlines()
     came = {node: received(testbed, node) - before[node] for node in NODES}
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("code: "))
-    return done.stdout.strip(), came, line
+    (line,) = (line for line in said if line.startswith("code: "))
+    return said, came, line
 
 
-def told(rack: Site, run: str) -> list[set[str]]:
-    """What each rank found in its code."""
-    assert rack.zerun("wait", run).returncode == 0
-    lines = rack.zerun("logs", run).stdout.splitlines()
-    return [{line.split("  ", 1)[1] for line in lines if line.startswith(f"{rank}@")} for rank in (0, 2)]
+def found(said: list[str]) -> list[set[str]]:
+    """What a rank of each node found in its code."""
+    return [{line.split("  ", 1)[1] for line in said if line.startswith(f"{rank}@")} for rank in (0, 2)]
 
 
 @pytest.fixture
@@ -73,10 +71,10 @@ def test_one_changed_file_is_all_that_goes_to_each_node(tree: Site, testbed: Any
     # What lies on a node is read, not believed: here one byte of the large file flips.
     spoil = f"f=$(find {HERE}/contents -size +1M -type f); printf x | dd of=$f bs=1 seek=77 conv=notrunc"
     testbed.exec("node02", ["sh", "-c", spoil])
-    run, came, line = submit(tree, testbed)
-    assert came["node01"] < 120_000 < 3_000_000 < came["node02"] < 3_200_000, came
+    said, came, line = submit(tree, testbed, "--follow")
+    assert came["node01"] < 200_000 < 3_000_000 < came["node02"] < 3_200_000, came
     assert ", 2 of 64 files sent to the node that lacked most (3.0 MB of 3.0 MB)" in line, line
-    first, second = told(tree, run)
+    first, second = found(said)
     assert first == second and len(first) == 61
 
 
@@ -99,9 +97,9 @@ def test_a_submit_killed_while_it_sends_is_gone_on_with(tree: Site, testbed: Any
     time.sleep(1)  # what was on its way arrives
     there, lists = testbed.exec("node01", count, check=False).stdout.split()
     assert 0 < int(there) < 21 and int(lists) == 0
-    run, came, line = submit(tree, testbed)
+    said, came, line = submit(tree, testbed, "--follow")
     assert came["node01"] < 33_600_000 - 1_500_000 * int(there) and " of 84 files sent to " in line, (came, line)
-    first, second = told(tree, run)
+    first, second = found(said)
     assert first == second and len(first) == 81
 
 
