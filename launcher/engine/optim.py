@@ -81,12 +81,15 @@ class Pieces:
 
     @classmethod
     def of(cls, runs: Sequence[Run], *, by_unit: bool = False) -> list[Pieces]:
-        """Sets of runs of one group, dtype and device, sorted; with ``by_unit`` of one unit, in the order given."""
+        """The runs, sorted into sets of one group, dtype and device; with ``by_unit`` of one unit, in the order in which
+        units come."""
+        turns: dict[int, int] = {}
         kinds: dict[tuple[int, int, str, str], list[Run]] = {}
         for run in runs:
             kind = (run.group, str(run.parameter.dtype), str(run.parameter.device))
-            kinds.setdefault((run.unit if by_unit else 0, *kind), []).append(run)
-        return [cls(kinds[key]) for key in (kinds if by_unit else sorted(kinds))]
+            turn = turns.setdefault(run.unit, len(turns)) if by_unit else 0
+            kinds.setdefault((turn, *kind), []).append(run)
+        return [cls(kinds[key]) for key in sorted(kinds)]
 
     def enter(self) -> list[list[Tensor]]:
         """Brings the rests into the rows; the tensors of every column, gradients in the parameters' dtype."""

@@ -131,8 +131,10 @@ def _volume(rank: int, world: int, replicas: int) -> None:
             assert sent["sent_bytes"] == expected * 4 * (group - 1) // group
             assert sent["replica_volume_elements"] == 2 * psi // group, (stage, accumulation)
             assert sent["replica_sent_bytes"] == 2 * psi // group * 4 * (replicas - 1) // replicas
-            kinds, wide = (2 if stage >= 2 else 1), max(min(u.bucket, u.padded) for u in units)
-            assert engine.memory()["buckets"] == 2 * (kinds * wide + wide // group) * 4
+            wide = max(min(u.bucket, u.padded) for u in units)
+            share = wide // group
+            others = wide - share + share - share // replicas  # what is sent inside a group, and across
+            assert engine.memory()["buckets"] == 2 * ((wide if stage >= 2 else 0) + others) * 4
             _state_is_exact(engine)
 
 
