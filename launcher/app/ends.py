@@ -28,7 +28,7 @@ class Ends(Project):
         Raises PartialAnswer naming nodes where something may be left, of this attempt or of an earlier one.
         """
         from .. import specs
-        from ..former import end_remembered
+        from ..attempts.former import end_remembered
 
         loaded = self.store.load(self.resolve(run))
         cluster = specs.cluster_from_plain(loaded.about["cluster"])

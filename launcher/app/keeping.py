@@ -21,8 +21,8 @@ from ..contract.errors import UsageError
 from ..contract.holdings import checkpoints_here
 from ..contract.lineage import left_behind, resumed_from
 from ..contract.pruning import remove_checkpoint
-from ..locks import hold
 from ..runs import Run
+from ..runs.locks import hold
 
 if TYPE_CHECKING:
     from . import App

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..attempts import Source
-from ..beforehand import room
+from ..attempts.beforehand import room
 from ..bundles import Bundle, runtime_bundle
 from ..contract.errors import (
     DoesNotFit,

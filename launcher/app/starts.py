@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..attempts import Source, keep_code, made_of, one_folder, take_attempt
-from ..beforehand import Again, ask_first
+from ..attempts.beforehand import Again, ask_first
 from ..bundles import Bundle, Shipment, is_listing, runtime_bundle
-from ..choice import tag_names
 from ..contract.errors import Unreachable, UsageError
 from ..runs import Run, RunState
+from ..runs.choice import tag_names
 from .plans import refuse_what_cannot_fit
 from .project import Notice, Project
 
 if TYPE_CHECKING:
+    from ..attempts.starting import Waiting
     from ..backends.protocol import Backend, Handle
     from ..checkpoints import Candidate
     from ..specs.models import Job
-    from ..starting import Waiting
 
 
 _BY_ITSELF = "the program begins again, or goes on from what it kept itself ($ZERUN_ATTEMPT is above 1)"
@@ -59,9 +59,9 @@ class Starts(Project):
         slots, unless ``waiting`` says how long to wait for them. ``here``: inside this shell's Slurm allocation.
         """
         from .. import datasets
+        from ..attempts.begin_with import check_weights
+        from ..attempts.starting import Waiting, start_first
         from ..backends.inside import job_here
-        from ..begin_with import check_weights
-        from ..starting import Waiting, start_first
 
         loaded_job, loaded_cluster, plan = self.planned(job, cluster, sets, built=True)
         refuse_what_cannot_fit(plan, force=force)
@@ -108,10 +108,10 @@ class Starts(Project):
         a checkpoint that does not fit what they make of the model is refused by the engine.
         """
         from .. import datasets, specs
+        from ..attempts.former import answering, end_former, standing_still
+        from ..attempts.starting import Waiting
         from ..checkpoints import candidates, choose
-        from ..former import answering, end_former, standing_still
         from ..planning import check_engine, make_plan
-        from ..starting import Waiting
 
         loaded = self.store.load(self.resolve(run))
         before = made_of(loaded, loaded.attempt)

@@ -18,7 +18,7 @@ from ..contract.folder import RunFolder, rank_of
 from ..contract.holdings import identity, record_digest
 from ..contract.manifest import Manifest, ShardFile
 from ..contract.plain import sync_folder
-from ..locks import hold
+from ..runs.locks import hold
 from .foreign import bring_proof, own_files
 from .found import Candidate, candidates, choose, newest_whole
 from .moving import (

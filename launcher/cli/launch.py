@@ -13,7 +13,7 @@ from . import options, show
 
 if TYPE_CHECKING:
     from ..app import App, Submitted
-    from ..starting import Waiting
+    from ..attempts.starting import Waiting
 
 Follow = Annotated[
     bool, typer.Option("--follow", "-f", help="Shows every rank's lines (stderr) and ends as the job ends.")
@@ -31,8 +31,8 @@ WaitFree = Annotated[
 
 
 def _waiting(wait_free: str | None) -> Waiting:
+    from ..attempts.starting import Waiting
     from ..specs import units
-    from ..starting import Waiting
 
     if wait_free is None:
         return Waiting()

@@ -51,7 +51,7 @@ def ls_verb(
     as_json: options.Json = False,
 ) -> None:
     """Lists the runs, oldest first, with their states."""
-    from ..choice import Choice
+    from ..runs.choice import Choice
 
     app = options.open_app()
     choice = Choice(_states(states or []), _since(since), job, frozenset(tags or []))

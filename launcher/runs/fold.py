@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..contract.errors import Exit
-from ..cramped import cramped
-from ..diagnosis import first_cause
+from .cramped import cramped
+from .diagnosis import first_cause
 from .state import EXITS, Observation, RunState, State
 from .store import Run
 

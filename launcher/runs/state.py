@@ -10,7 +10,7 @@ from ..backends.protocol import Handle, Poll
 from ..contract.errors import Exit
 from ..contract.plain import to_plain
 from ..contract.records import NodeRecord, Outcome
-from ..diagnosis import Cause
+from .diagnosis import Cause
 
 State = Literal["submitting", "queued", "running", "done", "failed", "cancelled", "stopped", "time_limit", "unknown"]
 EXITS: Mapping[State, Exit | None] = {

@@ -21,7 +21,7 @@ from ..backends.protocol import Handle
 from ..contract.errors import UsageError
 from ..contract.folder import RunFolder, is_safe_name
 from ..contract.plain import PlainError, dumps, from_plain, loads, read_file, to_plain, write_atomically
-from ..locks import hold, is_held
+from .locks import hold, is_held
 from .state import EXITS
 
 

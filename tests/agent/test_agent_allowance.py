@@ -12,7 +12,7 @@ from agent_job import MakeJob
 
 from launcher.agent.allowance import here, memory_limit, ranges
 from launcher.contract.launch import Node
-from launcher.cramped import cramped
+from launcher.runs.cramped import cramped
 
 SAY = "import json; from launcher.agent.allowance import here; print(json.dumps(here()))"
 

@@ -14,7 +14,7 @@ from agent_job import MakeJob
 from launcher.agent.digest import of_file
 from launcher.contract.data_files import DataFile
 from launcher.contract.launch import Node
-from launcher.diagnosis import first_cause
+from launcher.runs.diagnosis import first_cause
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from local_places import local_backend
 from written import launch
 
-from launcher.begin_with import check_weights
+from launcher.attempts.begin_with import check_weights
 from launcher.contract.errors import UsageError
 from launcher.contract.partition import gpt_parameters
 from launcher.contract.weights import Tensor, lay_out

@@ -18,7 +18,7 @@ from launcher.checkpoints import Candidate, Collected, candidates, collect, need
 from launcher.contract.errors import NoSpace, PartialAnswer, Refused, Unreachable, UsageError, VerificationFailed
 from launcher.contract.folder import RunFolder
 from launcher.contract.manifest import BLOCK_BYTES
-from launcher.locks import hold
+from launcher.runs.locks import hold
 
 NODES = ["node01", "node02"]
 RUN = "job-1"

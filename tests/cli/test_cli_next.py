@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.cli.state_text import next_steps
-from launcher.diagnosis import Cause
 from launcher.runs import RunState
+from launcher.runs.diagnosis import Cause
 
 
 def _state(**more: Any) -> RunState:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from launcher.contract.records import Failure, NodeRecord, Outcome, ProcessId, RankRecord
-from launcher.diagnosis import Cause, first_cause, fold_ranks
+from launcher.runs.diagnosis import Cause, first_cause, fold_ranks
 
 AGENT = ProcessId(1, 1, "b")
 OWN = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: bad batch"]

@@ -12,8 +12,8 @@ import pytest
 from e2e_site import GPT, PROGRAM, Site
 from test_e2e_slurm import wait_for_checkpoint
 
-from launcher import former
 from launcher.app import App
+from launcher.attempts import former
 from launcher.contract.errors import Unreachable
 
 UNLIKE = """\

@@ -29,8 +29,8 @@ from launcher.engine.ranks import Ranks
 from launcher.engine.tensor_gpt import TensorGPT
 from launcher.engine.tensor_parallel import joined, split_of
 from launcher.engine.zero import ZeroEngine
-from launcher.locks import hold
 from launcher.runs import Event, Run
+from launcher.runs.locks import hold
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=4, seq_len=7, vocab=37)
 

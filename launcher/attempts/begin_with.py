@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .contract.errors import UsageError
-from .contract.partition import gpt_parameters
-from .contract.weights import Stored, misfits, read_weights
+from ..contract.errors import UsageError
+from ..contract.partition import gpt_parameters
+from ..contract.weights import Stored, misfits, read_weights
 
 if TYPE_CHECKING:
-    from .backends.protocol import Backend
-    from .bundles import CodeBundle
-    from .planning.plan import Plan
+    from ..backends.protocol import Backend
+    from ..bundles import CodeBundle
+    from ..planning.plan import Plan
 
 MOST_TOLD = 20
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .contract.records import NodeRecord
-from .specs import nodelist
+from ..contract.records import NodeRecord
+from ..specs import nodelist
 
 CORES_A_RANK = 2
 

@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .attempts import Attempts
-from .backends.calls import side_by_side
-from .backends.protocol import Handle
-from .contract.errors import Exit, PartialAnswer, Unreachable, UsageError, ZerunError
-from .contract.folder import RunFolder
-from .contract.holdings import read_json
-from .observe import ask
-from .runs import Run, RunState
+from ..backends.calls import side_by_side
+from ..backends.protocol import Handle
+from ..contract.errors import Exit, PartialAnswer, Unreachable, UsageError, ZerunError
+from ..contract.folder import RunFolder
+from ..contract.holdings import read_json
+from ..observe import ask
+from ..runs import Run, RunState
+from .make import Attempts
 
 if TYPE_CHECKING:
-    from .backends.protocol import Backend
-    from .specs.models import Cluster
+    from ..backends.protocol import Backend
+    from ..specs.models import Cluster
 
 _AT_ONCE = 32
 _STILL_S = 70.0  # so old may be what one client of a shared disk sees of another's files

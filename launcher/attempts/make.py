@@ -14,21 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from .bundles import GONE, Bundle, CodeBundle, Shipment, Wish, code_bundle, is_listing, keep, runtime_bundle
-from .contract.errors import Interrupted, Refused, Unreachable, UsageError, ZerunError
-from .contract.folder import RunFolder
-from .contract.plain import PlainError, dumps, from_plain, to_plain, write_atomically
-from .contract.shipped import touch
-from .observe import observe
-from .runs import EXITS, Event, Run, RunState, RunStore, fold
+from ..bundles import GONE, Bundle, CodeBundle, Shipment, Wish, code_bundle, is_listing, keep, runtime_bundle
+from ..contract.errors import Interrupted, Refused, Unreachable, UsageError, ZerunError
+from ..contract.folder import RunFolder
+from ..contract.plain import PlainError, dumps, from_plain, to_plain, write_atomically
+from ..contract.shipped import touch
+from ..observe import observe
+from ..runs import EXITS, Event, Run, RunState, RunStore, fold
 
 if TYPE_CHECKING:
-    from .backends.protocol import Backend, Handle, Place, Submission
-    from .checkpoints import Candidate
-    from .contract.data_files import DataFile
-    from .contract.launch import LaunchSpec
-    from .planning.plan import Plan
-    from .specs.models import Cluster, Job
+    from ..backends.protocol import Backend, Handle, Place, Submission
+    from ..checkpoints import Candidate
+    from ..contract.data_files import DataFile
+    from ..contract.launch import LaunchSpec
+    from ..planning.plan import Plan
+    from ..specs.models import Cluster, Job
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Source:
 
     def about(self, run: str) -> dict[str, Any]:
         """What ``run.json`` keeps of it."""
-        from . import specs
+        from .. import specs
 
         plan = self.plan
         return {
@@ -71,13 +71,13 @@ class Attempts:
         self.user_templates = user_templates
 
     def open(self, cluster: Cluster, runtime: Bundle) -> Backend:
-        from . import backends
+        from .. import backends
 
         return backends.open(cluster, (runtime.digest, runtime.data), self.store.root)
 
     def open_for(self, run: Run) -> Backend:
         """The backend of a run that was submitted before, with the runtime that it was submitted with."""
-        from . import specs
+        from .. import specs
 
         event = run.last("submitting")
         name = str(event.data["runtime"]) if event else ""
@@ -101,8 +101,8 @@ class Attempts:
     def launch(self, source: Source, run: str, attempt: int, runs: str, *, token: str | None = None) -> LaunchSpec:
         """The launch specification of ``attempt`` below the cluster's folder ``runs``. The job's code is kept when it
         is sent: what only shows a launch leaves no copy of it."""
-        from .contract.folder import blob
-        from .planning import Begun, launch_spec
+        from ..contract.folder import blob
+        from ..planning import Begun, launch_spec
 
         runtime, code, chosen = self.keep(runtime_bundle()), source.code, source.goes_on
         begun = Begun(
@@ -122,7 +122,7 @@ class Attempts:
 
     def render(self, source: Source, launch: LaunchSpec) -> bytes:
         """The script that is submitted."""
-        from .render import render
+        from ..render import render
 
         return render(source.plan, source.cluster, launch, templates=self.templates, user_templates=self.user_templates)
 
@@ -164,8 +164,8 @@ class Attempts:
         return self.store.append(run, "submitted", attempt, time.time(), handle=to_plain(handle)), handle
 
     def _submission(self, run: Run, source: Source, launch: LaunchSpec, secret_values: Mapping[str, str]) -> Submission:
-        from .backends.protocol import Submission
-        from .planning import job_name
+        from ..backends.protocol import Submission
+        from ..planning import job_name
 
         self.keep(source.code)
         names = [Path(p).name for p in (launch.runtime, launch.code) if p]

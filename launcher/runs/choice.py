@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .contract.errors import UsageError
-from .contract.folder import is_safe_name
-from .runs import Run, RunState
+from ..contract.errors import UsageError
+from ..contract.folder import is_safe_name
+from . import Run, RunState
 
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 

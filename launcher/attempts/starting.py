@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .attempts import Attempts, Source, one_folder, take_attempt
-from .backends import free
-from .contract.errors import Busy
-from .runs import Run
+from ..backends import free
+from ..contract.errors import Busy
+from ..runs import Run
+from .make import Attempts, Source, one_folder, take_attempt
 
 if TYPE_CHECKING:
-    from .backends.protocol import Backend, Handle, Place
-    from .contract.launch import Node
+    from ..backends.protocol import Backend, Handle, Place
+    from ..contract.launch import Node
 
 
 class Waiting(NamedTuple):

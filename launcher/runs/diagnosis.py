@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .contract.errors import Exit
-from .contract.records import Failure, NodeRecord, Outcome, RankRecord
+from ..contract.errors import Exit
+from ..contract.records import Failure, NodeRecord, Outcome, RankRecord
 
 TOGETHER_S = 1.0
 """Ends so near to each other are told apart by what was written, not by clocks of different nodes."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .attempts import Attempts, Source, one_folder
-from .contract.errors import NoSpace, UsageError
+from ..contract.errors import NoSpace, UsageError
+from .make import Attempts, Source, one_folder
 
 if TYPE_CHECKING:
-    from .backends.protocol import Backend, Place
-    from .specs.models import Cluster
+    from ..backends.protocol import Backend, Place
+    from ..specs.models import Cluster
 
 
 class Again(NamedTuple):
@@ -61,8 +61,8 @@ def room(backend: Backend, source: Source) -> tuple[str, ...]:
 
 
 def _room(backend: Backend, source: Source, places: Sequence[Place], there: int, *, always: bool = False) -> list[str]:
-    from .planning.disk import need_bytes, refuse_what_has_no_room
-    from .planning.memory import readable
+    from ..planning.disk import need_bytes, refuse_what_has_no_room
+    from ..planning.memory import readable
 
     disk = source.plan.disk
     if disk is None:
