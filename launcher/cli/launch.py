@@ -144,7 +144,8 @@ def wait_verb(
 def resume_verb(
     run: options.Run,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="M", min=1, help="Another number of nodes. Default: as before.")
+        int | None,
+        typer.Option("--nodes", metavar="M", min=1, help="For this attempt, another number of nodes than the job's."),
     ] = None,
     step: Annotated[
         int | None, typer.Option("--step", metavar="S", min=0, help="This checkpoint. Default: the newest whole one.")
