@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 from ..contract.errors import UsageError
@@ -82,6 +82,8 @@ def digester(python: Optional[str]) -> Iterator[Digest]:
             yield by_python
         finally:
             helper.kill()
+            with suppress(OSError):  # what it did not take
+                helper.stdin.close()
 
 
 def _nothing() -> UsageError:
