@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from ..contract.errors import PartialAnswer, VerificationFailed, ZerunError
+from ..contract.errors import PartialAnswer, Unreachable, VerificationFailed, ZerunError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.manifest import ShardFile
@@ -61,6 +62,7 @@ class Way:
     asked: Asked
     held: Mapping[int, Mapping[str, int]]
     notice: Callable[[str], None]
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(
@@ -146,16 +148,34 @@ def _give(way: Way, target: Target, beside: Path, cut_at: Mapping[int, Place]) -
 
 
 def _cut(way: Way, wanted: Wanted, path: Path, source: Place | None) -> None:
-    """``source`` None: from the shard at home."""
+    """``source`` None: from the shard at home. A node that cannot cut (nothing there computes the manifest's digests)
+    sends the whole shard home first."""
     shard = to_plain(wanted.shard)
-    with path.open("wb") as file:
-        if source is None:
-            with open_file(step_folder(way.home, way.step) / wanted.shard.file) as whole:
-                file.writelines(cut(whole, shard, wanted.ranges, xxhash.xxh3_128_hexdigest))
-        else:
-            request = {"run_dir": run_dir(source, way.run), "step": way.step, "python": way.python}
+    if source is not None:
+        request = {"run_dir": run_dir(source, way.run), "step": way.step, "python": way.python}
+        try:
             with way.backend.serve(source, {**request, "shard": shard, "ranges": wanted.ranges}) as stream:
-                file.writelines(stream)
+                _write(path, stream)
+            prove(str(path), shard, wanted.ranges)
+            return
+        except (Unreachable, VerificationFailed) as problem:
+            _bring_one(way, wanted.shard, source, problem)
+    with open_file(step_folder(way.home, way.step) / wanted.shard.file) as whole:
+        _write(path, cut(whole, shard, wanted.ranges, xxhash.xxh3_128_hexdigest))
+    prove(str(path), shard, wanted.ranges)
+
+
+def _write(path: Path, data: Iterable[bytes]) -> None:
+    with path.open("wb") as file:
+        file.writelines(data)
         file.flush()
         os.fsync(file.fileno())
-    prove(str(path), shard, wanted.ranges)
+
+
+def _bring_one(way: Way, shard: ShardFile, source: Place, why: ZerunError) -> None:
+    with way.one_at_a_time:  # two nodes may want ranges of the same shard
+        if lacking(step_folder(way.home, way.step), [shard]):
+            check_space(way.home, shard.bytes)
+            said = f"no ranges from {name_of(source)} ({why.message}): {told([Wanted(shard)])} come here first"
+            way.notice(f"step {way.step}: {said}")
+            _bring(way, [shard], {shard.rank: source})

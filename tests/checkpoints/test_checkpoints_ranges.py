@@ -318,6 +318,27 @@ def test_a_reader_that_finds_ranges_wrong_says_so_and_the_next_resume_mends_it(
 
 
 @pytest.mark.full
+def test_a_node_that_cannot_cut_sends_the_shard_home(
+    rack: LocalBackend, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write_shards(rack, NODES)
+    kept = keep_all(rack, tmp_path)
+    rack.apart = True
+    real = rack.serve
+
+    def serve(place: Any, request: Any) -> Any:
+        return real(place, {**request, "shard": {"file": "nothing"}} if "ranges" in request else request)
+
+    monkeypatch.setattr(rack, "serve", serve)
+    said, notices = put(rack, home, NODES[:2])
+    assert said is not None and "node01 (ranges of 1 shard, " in said
+    (told,) = [line for line in notices if "no ranges from node02" in line]
+    assert told.endswith("1 shard (5.6 MiB) come here first")
+    assert names(rack, 0) == ["manifest.json", "rank-00000.safetensors", "rank-00001.ranges"]
+    reads_right(rack, manifest, [0, 1], kept)
+
+
+@pytest.mark.full
 def test_every_disk_is_lost_and_home_has_it(rack: LocalBackend, home: Path, tmp_path: Path) -> None:
     manifest = write_shards(rack, NODES)
     kept = keep_all(rack, tmp_path)
