@@ -12,24 +12,43 @@ from .. import specs
 from ..agent.prune import prune
 from ..bundles import runtime_bundle
 from ..checkpoints import candidates
+from ..checkpoints.parts import clear_abandoned
 from ..checkpoints.prune import Pruning, decide
 from ..contract.folder import RunFolder
 from ..contract.holdings import checkpoints_here
 from ..contract.lineage import resumed_from
 
 if TYPE_CHECKING:
+    from ..runs import Run
     from . import App
 
 
 def prune_checkpoints(
-    app: App, name: str, *, keep: int, remote: bool, sure: Callable[[Pruning], bool]
+    app: App,
+    name: str,
+    *,
+    keep: int,
+    remote: bool,
+    sure: Callable[[Pruning], bool],
+    notice: Callable[[str], None] = lambda _: None,
 ) -> tuple[Pruning, int, tuple[str, ...]] | None:
     """Deletes all but the newest ``keep`` whole checkpoints of a run: here, or with ``remote`` on its cluster.
 
     ``sure`` is asked once it is known what would go; None when it says no, or when nothing would. Returns what went,
-    the bytes that are free again, and what stayed in their folders because it is not ours.
+    the bytes that are free again, and what stayed in their folders because it is not ours. With them goes what a killed
+    ``collect --weights`` left half written at home.
     """
     run = app.store.load(name)
+    done = _prune(app, run, keep, remote, sure)
+    if done is not None:
+        clear_abandoned(run.folder / "weights", notice=notice)
+    return done
+
+
+def _prune(
+    app: App, run: Run, keep: int, remote: bool, sure: Callable[[Pruning], bool]
+) -> tuple[Pruning, int, tuple[str, ...]] | None:
+    name = run.name
     if not remote and not specs.cluster_from_plain(run.about["cluster"]).local:
         rows = [{"checkpoints": checkpoints_here(str(run.folder)), "resumed": resumed_from(str(run.folder))}]
         pruning = decide(name, f"at home: {run.folder}", candidates(rows), keep=keep, pinned=frozenset(), alive=False)

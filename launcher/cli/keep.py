@@ -122,7 +122,7 @@ def prune_verb(
             show.note(line)
         return bool(pruning.gone) and confirmed(f"delete {show.num_bytes(pruning.bytes)}?", yes)
 
-    done = prune_checkpoints(app, name, keep=keep, remote=remote, sure=sure)
+    done = prune_checkpoints(app, name, keep=keep, remote=remote, sure=sure, notice=show.note)
     if done is None:
         show.note(f"{name}: nothing was deleted")
         return

@@ -64,9 +64,13 @@ def test_a_checkpoints_life(laptop: Site) -> None:
     wrong = laptop.zerun("submit", "jobs/life.yaml", "--cluster", "here", *begin, "--set", "model.hidden=30", code=2)
     assert "shape       embedding.weight: [256, 33] there, [256, 30] in the model" in wrong.stderr
 
-    # What goes is told before it goes.
+    # What goes is told before it goes; with it what a collect of weights that was killed left.
+    part = laptop.run_folder(run) / "weights/..step-00000006.new.77.part"
+    part.mkdir(parents=True)
     laptop.zerun("ckpt", "prune", run, code=2)
+    assert part.exists()
     told = laptop.zerun("ckpt", "prune", run, "--yes").stderr
+    assert f"removed {part} (" in told and not part.exists()
     assert "step 8: whole, but left behind: attempt 4 went on from step 4" in told
     assert [c["step"] for c in laptop.json("ckpt", "ls", run)] == [6]
 
