@@ -164,9 +164,13 @@ def _steps(policy: str, size: str, rank: int, pipe: Any) -> None:
         began = time.perf_counter()
         for tokens in batches:
             loss = training.step(tokens)
-        if training.finish is not None:
-            training.finish()
+        _finish(training)
         pipe.send((time.perf_counter() - began, float(loss)))
+
+
+def _finish(training: policies.Training) -> None:
+    if training.finish is not None:
+        training.finish()
 
 
 def _storages(policy: str, size: str, rank: int) -> tuple[int, int]:
@@ -177,6 +181,7 @@ def _storages(policy: str, size: str, rank: int) -> tuple[int, int]:
         training = policies.POLICIES[policy](policies.make_model(size))
         for number in range(MEMORY_STEPS):
             training.step(policies.batch(size, number, rank))
+        _finish(training)  # torch's profiler does not outlive a message under way
     events = seen.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     held = peak = 0
@@ -186,6 +191,7 @@ def _storages(policy: str, size: str, rank: int) -> tuple[int, int]:
     before = training.comm.traffic.volume_elements if training.comm else 0
     with _Messages() as messages:
         training.step(policies.batch(size, MEMORY_STEPS, rank))
+        _finish(training)
     return peak, training.comm.traffic.volume_elements - before if training.comm else messages.elements
 
 
@@ -199,6 +205,7 @@ def _resident(policy: str, size: str, rank: int) -> int:
     training = policies.POLICIES[policy](policies.make_model(size))
     for number in range(MEMORY_STEPS):
         training.step(policies.batch(size, number, rank))
+    _finish(training)
     return _status("VmHWM") - before
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -70,6 +71,11 @@ class Arriving:
 def read_by_forward(module: nn.Module) -> bool:
     """Whether the model says that nothing but its forward reads its parameters."""
     return bool(getattr(module, "zero_read_by_forward", False))
+
+
+def may_outlive_a_step() -> bool:
+    """Not under torch's profiler: one that ends while a message of gloo is under way ends the process (SIGSEGV)."""
+    return not torch.autograd._profiler_enabled()
 
 
 def _wait(units: Iterable[FlatUnit]) -> None:

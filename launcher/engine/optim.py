@@ -81,8 +81,7 @@ class Pieces:
 
     @classmethod
     def of(cls, runs: Sequence[Run], *, by_unit: bool = False) -> list[Pieces]:
-        """The runs, sorted into sets of one group, dtype and device; with ``by_unit`` of one unit, in the order in which
-        units come."""
+        """The runs in sets of one group, dtype and device, sorted; with ``by_unit`` of one unit, units as they come."""
         turns: dict[int, int] = {}
         kinds: dict[tuple[int, int, str, str], list[Run]] = {}
         for run in runs:

@@ -30,7 +30,7 @@ from ..contract.errors import JobFailed, UsageError
 from ..contract.train import TrainConfig
 from . import checkpoint
 from .activations import make_store, recompute
-from .arriving import Arriving, read_by_forward
+from .arriving import Arriving, may_outlive_a_step, read_by_forward
 from .background import Background
 from .comm import Comm, barrier
 from .config import ConfigLike, EngineConfig
@@ -315,11 +315,11 @@ class ZeroEngine:
         for number in updated:
             self._hand_out(number)
         self.loss_scale.went_well()
-        if self.arriving is None:
+        if self.arriving is not None and may_outlive_a_step():
+            self.arriving.begin()
+        else:
             for flat in self.units:
                 flat.wait()
-        else:
-            self.arriving.begin()
         self._synchronise_buffers("buffers")
         return StepInfo(norm)
 

@@ -10,6 +10,7 @@ import torch
 from engine_models import MODELS, batches, digest, train, whole_state
 from engine_ranks import run_ranks
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from launcher.contract.errors import UsageError
 from launcher.contract.train import SGD, AdamW, Zero
@@ -92,6 +93,20 @@ def _handed_out(rank: int, world: int, folder: str) -> None:
 
 def test_what_is_handed_out_is_whole(tmp_path: Path) -> None:
     run_ranks(2, _handed_out, str(tmp_path))
+
+
+def _profiled(rank: int, world: int) -> None:
+    engine = _engine("gpt", True)
+    for number in range(12):
+        with profile(activities=[ProfilerActivity.CPU]):
+            train(engine, batches(1, world, MODELS["gpt"][1], seed=number))
+            assert not any(flat.under_way for flat in engine.units)
+    train(engine, batches(1, world, MODELS["gpt"][1]))
+    assert all(flat.under_way for flat in engine.units)
+
+
+def test_no_message_outlives_torchs_profiler() -> None:
+    run_ranks(2, _profiled)
 
 
 class _Noted(nn.Module):
