@@ -91,7 +91,8 @@ def test_a_floor_above_the_device_needs_no_benchmark() -> None:
 
 
 def test_more_nodes_are_tried_up_to_what_the_cluster_has() -> None:
-    a_job = job(zero={"stage": 3}, nodes=1, batch={"global": 16, "micro": 1})
+    model = {"kind": "gpt", "layers": 8, "hidden": 64, "heads": 4, "seq_len": 32}  # its state is most of a step
+    a_job = job(model=model, zero={"stage": 3}, nodes=1, batch={"global": 16, "micro": 1})
     cluster = cluster_of(None)
     four = together(make_plan(a_job, cluster, nodes=4).step, assumed=True)
     plan = make_plan(a_job, cluster_of(four))
