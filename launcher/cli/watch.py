@@ -77,7 +77,8 @@ def ls_verb(
         show.table(head, rows)
     else:
         where = app.store.root if cluster is None else cluster
-        show.note(f"no runs {'in' if cluster is None else 'on'} {where}{' that match' if found else ' yet'}")
+        selected = found or any((states, since, job, tags))
+        show.note(f"no runs {'in' if cluster is None else 'on'} {where}{' that match' if selected else ' yet'}")
 
 
 def _states(given: Sequence[str]) -> frozenset[str]:
