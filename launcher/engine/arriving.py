@@ -75,7 +75,7 @@ def read_by_forward(module: nn.Module) -> bool:
 
 def may_outlive_a_step() -> bool:
     """Not under torch's profiler: one that ends while a message of gloo is under way ends the process (SIGSEGV)."""
-    return not torch.autograd._profiler_enabled()
+    return not torch._C._autograd._profiler_enabled()
 
 
 def _wait(units: Iterable[FlatUnit]) -> None:
