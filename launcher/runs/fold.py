@@ -113,7 +113,7 @@ def _without_handle(run: Run, seen: Observation) -> tuple[State, str]:
 def _begins_again(run: Run, seen: Observation) -> tuple[State, str] | None:
     """A job that Slurm took its nodes from (preempted, requeued) waits for the next attempt: it is over when Slurm
     says so, not when its agents have ended. None for what is over."""
-    if run.handle is None or run.handle.backend != "slurm" or run.last("cancelling", attempt=run.attempt):
+    if run.handle is None or run.handle.backend != "slurm" or run.last("cancelled", attempt=run.attempt):
         return None
     if seen.poll.state == "queued":
         return "queued", f"attempt {seen.attempt} was ended by Slurm, the next one waits: {seen.poll.why}"
@@ -129,7 +129,7 @@ def _ended(run: Run, seen: Observation) -> tuple[State, str]:
     complete = len(seen.records) >= seen.num_nodes and bool(statuses)
     if complete and not failures and all(s == 0 for s in statuses):
         return "done", ""
-    if run.last("cancelling", attempt=run.attempt) or seen.poll.word == "CANCELLED":
+    if _was_cancelled(run, seen, kinds):
         return "cancelled", ""
     if seen.outcome is not None and seen.outcome.outcome == "stopped":
         return "stopped", seen.outcome.reason
@@ -139,8 +139,10 @@ def _ended(run: Run, seen: Observation) -> tuple[State, str]:
         return "time_limit", "the time limit ended it"
     if seen.poll.word in _FROM_OUTSIDE:
         return "failed", _FROM_OUTSIDE[seen.poll.word]
-    if kinds == {"cancelled"}:
+    if "cancelled" in kinds and kinds <= {"cancelled", "node_lost"}:  # who was told to end is lost to the others
         whose = "another laptop's cancel, a machine going down, or the end of its allocation"
+        if run.last("cancelling", attempt=run.attempt):
+            return "cancelled", f"asked to end: by the cancel that began here, {whose}"
         return "cancelled", f"asked to end, and not from here: {whose}"
     if failures:
         first = min(failures, key=lambda f: f.at or 0.0)
@@ -155,6 +157,21 @@ def _ended(run: Run, seen: Observation) -> tuple[State, str]:
         return "failed", f"the agent on {', '.join(gone)} went without a last word (power cut, or killed)"
     lost = seen.num_nodes - len(seen.records)
     return "failed", seen.poll.word or f"{lost} of {seen.num_nodes} nodes left no record that can be read"
+
+
+def _was_cancelled(run: Run, seen: Observation, kinds: set[str]) -> bool:
+    """Whether a cancel ended it. ``cancelling`` is written before the cluster is reached and says only that somebody
+    tried; ``cancelled`` and Slurm say that it was told to end, and the agents what they ended for: what had ended
+    before the cancel came was not ended by it."""
+    told = len(seen.records) >= seen.num_nodes and all(r.state == "ended" for r in seen.records)
+    if told and (kinds or (seen.outcome is not None and seen.outcome.outcome == "stopped")) and "cancelled" not in kinds:
+        return False
+    if seen.poll.word == "CANCELLED":
+        return True
+    if run.last("cancelled", attempt=run.attempt):
+        return seen.poll.word != "TIMEOUT"
+    # Slurm has forgotten it and it never began: what is known is that somebody was about to take it from the queue.
+    return not seen.records and not seen.poll.word and run.last("cancelling", attempt=run.attempt) is not None
 
 
 def _saved_when_asked(run: Run, seen: Observation, statuses: Sequence[int | None]) -> bool:
@@ -185,7 +202,8 @@ def _since(run: Run, seen: Observation, state: State) -> float | None:
         ends = [r.ended_at for r in seen.records if r.ended_at is not None]
         if ends:
             return max(ends)
-        last = run.last("ended", "cancelled", "cancelling", "submit_failed", attempt=run.attempt)
+        tried = ("cancelling",) if state == "cancelled" else ()
+        last = run.last("ended", "cancelled", "submit_failed", *tried, attempt=run.attempt)
         return last.at if last else None
     if state == "running" and seen.records:
         return min(r.started_at for r in seen.records)

@@ -129,10 +129,52 @@ def test_a_program_that_exits_75_when_it_was_asked_to_stop_is_stopped(tmp_path: 
     assert fold(program, seen(ABSENT, *other)).state == "failed"
 
 
-def test_a_cancelled_run_that_had_finished_by_itself_is_done(run: Run, tmp_path: Path) -> None:
-    run = RunStore(tmp_path / "runs").append(run, "cancelling", 1, 7.0)
-    assert fold(run, seen(ABSENT, *ALL_ZERO)).state == "done"
-    assert fold(run, seen(ABSENT, *ONE_SEVEN)).state == "cancelled"
+TOLD = Failure("cancelled", "n0", "the agent on n0 was told to stop", at=20.0)
+TO_END = tuple(node(i, "ended", rank(i, signal=15, stopped_by_us=True), failure=TOLD) for i in (0, 1))
+CUT_OFF = (TO_END[0], node(1, "ended", rank(1, signal=15, stopped_by_us=True), failure=LOST))
+KILLED = (node(0, "running", rank(0)), node(1, "running", rank(1)))
+CANCELLED, TIMEOUT = Poll("ended", "CANCELLED"), Poll("ended", "TIMEOUT")
+
+
+@pytest.mark.parametrize(
+    ("observation", "tried", "reached"),
+    [
+        (seen(ABSENT, *ALL_ZERO), "done", "done"),
+        # What had ended by itself before anybody told it to.
+        (seen(ABSENT, *ONE_SEVEN), "failed", "failed"),
+        (seen(CANCELLED, *ONE_SEVEN), "failed", "failed"),
+        (seen(ABSENT, *AT_LIMIT), "time_limit", "time_limit"),
+        (seen(ABSENT, *AT_LIMIT, outcome=STOPPED), "stopped", "stopped"),
+        (seen(TIMEOUT, *TO_END), "time_limit", "time_limit"),
+        # Told to end: agents heard it, also when whoever told them was killed before it wrote that down.
+        (seen(ABSENT, *TO_END), "cancelled", "cancelled"),
+        (seen(ABSENT, *CUT_OFF), "cancelled", "cancelled"),
+        (seen(DOWN, TO_END[0], silent={"n1": "no answer"}), "cancelled", "cancelled"),
+        (seen(CANCELLED), "cancelled", "cancelled"),
+        (seen(CANCELLED, *KILLED, alive=frozenset()), "cancelled", "cancelled"),
+        # Agents without a last word: only a cancel that came through explains them.
+        (seen(ABSENT, *KILLED, alive=frozenset()), "failed", "cancelled"),
+        # Slurm has forgotten what never began.
+        (seen(ABSENT), "cancelled", "cancelled"),
+        (seen(Poll("ended", "FAILED")), "failed", "cancelled"),
+        # It goes on: it was not reached, or Slurm begins it again.
+        (seen(RUNNING, *KILLED), "running", "running"),
+        (seen(QUEUED, *TO_END), "queued", "cancelled"),
+    ],
+)
+def test_a_cancel_that_began_says_nothing_of_the_end(
+    run: Run, tmp_path: Path, observation: Observation, tried: str, reached: str
+) -> None:
+    store = RunStore(tmp_path / "runs")
+    begun = store.append(run, "cancelling", 1, 7.0)
+    assert fold(begun, observation).state == tried
+    assert fold(store.append(begun, "cancelled", 1, 8.0), observation).state == reached
+
+
+def test_a_cancel_that_failed_is_not_when_the_run_ended(run: Run, tmp_path: Path) -> None:
+    begun = RunStore(tmp_path / "runs").append(run, "cancelling", 1, 7.0)
+    assert fold(begun, seen(Poll("ended", "FAILED"))).since is None
+    assert fold(begun, seen(ABSENT)).since == 7.0
 
 
 def test_the_first_failing_rank_is_named(run: Run) -> None:
