@@ -164,7 +164,8 @@ def _was_cancelled(run: Run, seen: Observation, kinds: set[str]) -> bool:
     tried; ``cancelled`` and Slurm say that it was told to end, and the agents what they ended for: what had ended
     before the cancel came was not ended by it."""
     told = len(seen.records) >= seen.num_nodes and all(r.state == "ended" for r in seen.records)
-    if told and (kinds or (seen.outcome is not None and seen.outcome.outcome == "stopped")) and "cancelled" not in kinds:
+    stopped = seen.outcome is not None and seen.outcome.outcome == "stopped"
+    if told and (kinds or stopped) and "cancelled" not in kinds:
         return False
     if seen.poll.word == "CANCELLED":
         return True
