@@ -113,15 +113,25 @@ class Watches(Project):
     def logs(
         self, run: str, selection: Selection, *, follow: bool = False, notice: Notice | None = None
     ) -> Iterator[LogLine]:
-        """All ranks' lines merged by time; with ``follow`` until the attempt ends."""
+        """All ranks' lines merged by time; with ``follow`` until the attempt ends.
+
+        Raises PartialAnswer after the lines of all who answered, naming who did not.
+        """
+        from ..logs.follow import Known
         from ..logs.follow import follow as stream
 
         loaded = self.store.load(self.resolve(run))
         backend = self.attempts.open_for(loaded)
+
+        def ended() -> bool:
+            try:
+                return self.attempts.look(backend, [self.store.load(loaded.name)])[0].ended
+            except ZerunError:  # it cannot be told now: the node is asked on
+                return False
+
+        known, told = Known(_nodes_of(loaded), ended), notice or (lambda _: None)
         try:
-            yield from stream(
-                backend, loaded.name, loaded.attempt, selection, follow=follow, notice=notice or (lambda _: None)
-            )
+            yield from stream(backend, loaded.name, loaded.attempt, selection, follow=follow, notice=told, known=known)
         finally:
             backend.close()
 
@@ -136,6 +146,12 @@ class Watches(Project):
             return execute(backend, self.store.load(loaded.name), state, argv, (node, rank), sink)
         finally:
             backend.close()
+
+
+def _nodes_of(run: Run) -> frozenset[str] | None:
+    """Where a run without a scheduler was started: machines that an earlier attempt left need not answer any more."""
+    agents = run.handle.data.get("agents") if run.handle is not None and run.handle.backend == "direct" else None
+    return frozenset(agents) if agents else None
 
 
 def exit_code_of(state: RunState) -> int:

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ..contract.errors import Exit
+from ..contract.errors import Exit, PartialAnswer, Unreachable
 from . import show
 from .lines import LineWriter
 from .state_text import state_lines
@@ -27,8 +27,11 @@ def follow(app: App, run: str) -> int:
     try:
         state = until_it_starts(app, run)
         if state.nodes or not state.ended:  # what ended before it ever started wrote nothing
-            for line in app.logs(run, Selection(), follow=not state.ended, notice=show.note):
-                writer.write(line)
+            try:
+                for line in app.logs(run, Selection(), follow=not state.ended, notice=show.note):
+                    writer.write(line)
+            except (PartialAnswer, Unreachable) as problem:  # how the run ended is said all the same
+                show.note(show.visible(problem.message))
         state = app.wait(run)
     except KeyboardInterrupt:
         detached(run)

@@ -2,8 +2,8 @@
 
 Times are this machine's: what a node's clock is ahead was measured when the node was first asked, and is taken off.
 One connection a place, one thread a connection; a cursor a rank. After a cut the place is asked again
-from the cursors, so nothing is lost and nothing repeated. What a person should know (a source was cut, is
-silent, answers again) goes to ``notice``.
+from the cursors, so nothing is lost and nothing repeated, until the run is known to have ended. What a person should
+know (a source was cut, is silent, answers again) goes to ``notice``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..contract.errors import PartialAnswer, Unreachable, UsageError, ZerunError
 from ..contract.folder import RunFolder
@@ -37,6 +37,18 @@ START_S = 60.0
 STEADY_S = 5.0  # a connection that lasted so long was a good one: the next is tried soon
 BACK_OFF_S = (0.5, 15.0)
 TRIES = 4  # without follow
+ASK_END_S = 5.0  # so long what was heard of the run's end is believed
+
+
+class Known(NamedTuple):
+    """What is known of the attempt before any node is asked. ``nodes``: those that run it; None: any place may hold a
+    part of it. ``ended``: whether the run has ended, asked only while a node does not answer."""
+
+    nodes: frozenset[str] | None = None
+    ended: Callable[[], bool] = lambda: False
+
+    def has(self, node: str) -> bool:
+        return self.nodes is None or node in self.nodes
 
 
 class _Rank:
@@ -69,13 +81,17 @@ class _Source:
         self._next_attempt: int | None = None
         self._checked_at = 0.0
         self._live_at: float | None = None  # since when this connection shows lines as they come
+        self._unanswered = 0  # connections in a row that brought nothing
+        self._notice: Notice = lambda _: None
         self.stopping = False
 
     # --- the reader's thread ----------------------------------------------------------------------
 
-    def read(self, backend: Backend, follow: bool, notice: Notice) -> None:
-        """Reads to the end of the attempt (and of those after it), over as many connections as it takes."""
-        failures = 0
+    def read(self, backend: Backend, follow: bool, notice: Notice, ended: Callable[[], bool]) -> None:
+        """Reads to the end of the attempt (and of those after it), over as many connections as it takes. Following, a
+        node that stays silent is asked once more when the run has ended, and then no longer."""
+        failures, last_time = 0, False
+        self._notice = notice
         try:
             while not self.stopping:
                 asked_at = time.monotonic()
@@ -88,17 +104,27 @@ class _Source:
                     continue
                 lasted = self.started and time.monotonic() - asked_at > STEADY_S
                 failures = 1 if lasted else failures + 1
-                if self.stopping or not isinstance(problem, Unreachable) or (failures >= TRIES and not follow):
+                self._unanswered = 0 if self.started else self._unanswered + 1
+                given_up = (last_time and self._unanswered > 1) if follow else failures >= TRIES
+                if self.stopping or not isinstance(problem, Unreachable) or given_up:
                     self.failure = None if self.stopping else problem
                     return
                 self._put("cut", [], None)
                 pause = min(BACK_OFF_S[1], BACK_OFF_S[0] * 2 ** (failures - 1)) * random.uniform(0.8, 1.2)
-                notice(f"{self.name}: {problem.message}; asking again in {pause:.1f} s, nothing is lost")
-                self._sleep(pause)
+                self._tell(problem, pause)
+                last_time = follow and self._unanswered > 1 and ended()
+                self._sleep(BACK_OFF_S[0] if last_time else pause)
         finally:
             with self.ready:
                 self.over = True
                 self.ready.notify_all()
+
+    def _tell(self, problem: ZerunError, pause: float) -> None:
+        """Each cut, but a silence only once."""
+        if self._unanswered < 2:
+            self._notice(f"{self.name}: {problem.message}; asking again in {pause:.1f} s, nothing is lost")
+        elif self._unanswered == 2:
+            self._notice(f"{self.name}: still no answer; it is asked until it answers, or the run has ended")
 
     def _connect(self, backend: Backend) -> ZerunError | None:
         """Reads one connection; None when the attempt is over."""
@@ -156,6 +182,8 @@ class _Source:
     def _event(self, event: Any, head: dict[str, Any], lines: list[LogLine]) -> None:
         if event == "at":
             self.started = True
+            if self._unanswered > 1:
+                self._notice(f"{self.name}: answers again")
             self.ask = {**self.ask, "since": None, "last": None}
             for rank, offset in head["positions"].items():
                 self._positions.setdefault(int(rank), offset)
@@ -259,15 +287,19 @@ class Follower:
     """The merged stream. ``batches`` is for whoever writes many lines at once; ``close`` ends it from anywhere."""
 
     def __init__(
-        self, backend: Backend, run: str, attempt: int, selection: Selection, follow: bool, notice: Notice
-    ) -> None:
+        self, backend: Backend, run: str, attempt: int, selection: Selection, follow: bool, notice: Notice,
+        known: Known = Known(),
+    ) -> None:  # fmt: skip
         self._backend = backend
+        self._known = known
+        self._asking = threading.Lock()
+        self._ended, self._asked_at = False, float("-inf")
         self._follow = follow
         self._notice = notice
         self._ready = threading.Condition()
         self._sources: list[_Source] = []
         for place in backend.places():
-            if place.node is None or selection.wants_node(place.node):
+            if place.node is None or (selection.wants_node(place.node) and known.has(place.node)):
                 ask = request(selection, str(RunFolder.at(place.runs, run).root), attempt, follow=follow)
                 if ask.get("since") is not None:
                     ask["since"] += place.ahead_s
@@ -281,7 +313,7 @@ class Follower:
             return
         threads = []
         for source in self._sources:
-            arguments = (self._backend, self._follow, self._notice)
+            arguments = (self._backend, self._follow, self._notice, self._has_ended)
             threads.append(threading.Thread(target=source.read, args=arguments, daemon=True))
             threads[-1].start()
         try:
@@ -304,6 +336,14 @@ class Follower:
     def close(self) -> None:
         for source in self._sources:
             source.stop()
+
+    def _has_ended(self) -> bool:
+        """Whether the run has ended. Every silent node's reader asks, the cluster is asked for all of them at once."""
+        with self._asking:
+            if not self._ended and time.monotonic() - self._asked_at > ASK_END_S:
+                self._ended = self._known.ended()
+                self._asked_at = time.monotonic()
+            return self._ended
 
     def _take(self) -> bool:
         """Waits a little for something to come and takes it; True when nothing can come any more."""
@@ -365,7 +405,8 @@ class Follower:
         if len(failed) == len(self._sources):
             raise first
         names = ", ".join(s.name for s in failed)
-        raise PartialAnswer(f"the logs on {names} could not be read to their end: {first.message}", hint=first.hint)
+        hint = first.hint or "what the others wrote was shown; again when they answer"
+        raise PartialAnswer(f"the logs on {names} could not be read to their end: {first.message}", hint=hint)
 
 
 def follow(
@@ -376,10 +417,12 @@ def follow(
     *,
     follow: bool = False,
     notice: Notice = lambda _: None,
+    known: Known = Known(),
 ) -> Iterator[LogLine]:
     """All ranks' lines of an attempt (and, when following, of those that come after it), merged by time.
 
-    Without ``follow`` it ends with what is there; with it, when every node has ended.
+    Without ``follow`` it ends with what is there; with it, when every node has ended, or the run has and those that
+    are left do not answer.
     """
-    for batch in Follower(backend, run, attempt, selection, follow, notice).batches():
+    for batch in Follower(backend, run, attempt, selection, follow, notice, known).batches():
         yield from batch

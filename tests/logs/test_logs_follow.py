@@ -17,7 +17,7 @@ import pytest
 from local_places import AGENT_PYTHON, LocalBackend, LocalStream, Log, attempt_at, local_backend, write_record
 
 from launcher.contract.errors import PartialAnswer, Unreachable, UsageError
-from launcher.logs.follow import Follower, follow
+from launcher.logs.follow import Follower, Known, follow
 from launcher.logs.frames import Frames
 from launcher.logs.merge import LogLine
 from launcher.logs.select import Selection, select
@@ -256,6 +256,36 @@ def test_without_follow_what_could_not_be_read_is_an_error(two: LocalBackend, mo
     two.down.add("n1")
     with pytest.raises(Unreachable, match="no route"):
         read(two)
+
+
+def test_a_node_that_an_earlier_attempt_left_is_not_asked(two: LocalBackend) -> None:
+    folder = attempt_at(two.places()[0], RUN, 2)
+    write_record(folder, "n1", [0])
+    Log(folder, 0).write(b"on n1\n", 1.0)
+    two.down.add("n2")
+    known = Known(frozenset({"n1"}))
+    for following in (False, True):
+        assert texts(read(two, attempt=2, follow=following, known=known)) == ["on n1"]
+
+
+def test_following_ends_with_the_run_though_a_node_of_it_is_gone(
+    two: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.logs.follow.BACK_OFF_S", (0.02, 0.05))
+    monkeypatch.setattr("launcher.logs.follow.ASK_END_S", 0.1)
+    folder = attempt_at(two.places()[0], RUN)
+    write_record(folder, "n1", [0])
+    Log(folder, 0).write(b"here\n", 1.0)
+    two.down.add("n2")
+    notices: list[str] = []
+    ends = iter([False, False, True])
+    known = Known(ended=lambda: next(ends))  # as long as it goes on, the node may come back
+    got: list[str] = []
+    with pytest.raises(PartialAnswer, match="the logs on n2 could not be read to their end"):
+        for line in follow(two, RUN, 1, Selection(), follow=True, notice=notices.append, known=known):  # type: ignore[arg-type]
+            got.append(line.text)
+    assert got == ["here"] and next(ends, None) is None
+    assert [n for n in notices if "n2" in n] == notices and len(notices) == 2, notices
 
 
 def test_truncated_and_replaced_logs_start_again(shared: LocalBackend) -> None:
