@@ -121,7 +121,12 @@ def _extract(archive: tarfile.TarFile, root: Path) -> None:
 
 
 def _link(links: Sequence[Tuple[Path, str, str]], root: Path) -> None:
-    """Path, name and target of each; none leads out of ``root``, by way of others either."""
+    """Path, name and target of each; none leads out of ``root``, by way of others either, and none is made through
+    another."""
+    taken = {path for path, _, _ in links}
+    for path, name, _ in links:
+        if any(folder in taken for folder in path.parents):
+            raise Refused(f"the code bundle holds {name!r}, which lies behind a link")
     for path, _, target in links:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(target)

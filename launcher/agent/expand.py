@@ -4,6 +4,7 @@ This file is also sent to a machine as it is, and run there before anything else
 (``look``): so it imports nothing of ours and says its errors as ``{"error", "hint"}`` itself.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import time
 from typing import Any, Dict, Iterable, List, Mapping, Optional
 
 _MANY = 64
-_OLD_S = 86400.0
+_OLD_S = 43200.0  # half of what a removal passes over: what is younger still is when the run's folder stands
 _NAME = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 
 
@@ -91,11 +92,12 @@ def _is_whole(path: str) -> bool:
                 return False
             for data in iter(lambda: file.read(1 << 20), b""):
                 digest.update(data)
-            # Scratch disks purge by age, and what a job that queues needs has just become needed again.
-            if time.time() - facts.st_mtime > _OLD_S:
-                os.utime(path)
     except OSError:
         return False
+    # Scratch disks purge by age, and what a job that queues needs has just become needed again.
+    if time.time() - facts.st_mtime > _OLD_S:
+        with contextlib.suppress(OSError):
+            os.utime(path)
     return os.path.basename(path).partition(".")[0] == digest.hexdigest()
 
 

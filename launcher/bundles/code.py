@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..contract.bundle import SUFFIX, File, Link, Listing
 from ..contract.errors import UsageError
 from . import git
 from .blob import Bundle, named
 from .private import holders, masked, private_names
-from .tree import Tree, Wish, find, shown
+from .tree import Tree, Wish, find, leaves, shown
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,12 @@ def code_bundle(
     base = code_root(folder, root)
     tree = find(base, wish, without)
     _check_size(base, tree.files, limit)
-    data = {name: _read(base, name) for name in tree.files}
-    total = sum(len(d) for d in data.values() if d is not None)
-    for name, secret in holders(((n, d) for n, d in data.items() if d is not None), secrets or {}):
+    taken = {name: found for name in tree.files if (found := _read(base, name)) is not None}
+    tree.files = list(taken)
+    total = sum(len(found.data) for found in taken.values())
+    for name, secret in holders(((n, f.data) for n, f in taken.items() if f.target is None), secrets or {}):
         tree.notes.append(f"the value of the secret {secret} stands in {shown(name)}, which travels with the code")
-    listing, contents = _listing(base, data)
+    listing, contents = _listing(taken)
     bundle = named(listing.encode(), SUFFIX)
     state, diff, cut = _changes(tree, secrets or {})
     return CodeBundle(
@@ -160,7 +164,11 @@ def _changes(tree: Tree, secrets: Mapping[str, str]) -> tuple[git.State, bytes, 
 
 
 def _check_size(base: Path, files: Sequence[str], limit: int) -> None:
-    sizes = sorted(((base / f).lstat().st_size, f) for f in files)
+    sizes = []
+    for name in files:
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append(((base / name).lstat().st_size, name))
+    sizes.sort()
     total = sum(size for size, _ in sizes)
     if total > limit:
         largest = ", ".join(f"{shown(name)} ({size} bytes)" for size, name in reversed(sizes[-5:]))
@@ -170,27 +178,53 @@ def _check_size(base: Path, files: Sequence[str], limit: int) -> None:
         )
 
 
-def _read(base: Path, name: str) -> bytes | None:
-    """None for a link."""
+class _Taken(NamedTuple):
+    """A file, or with a ``target`` a link, as it was at the moment that it was read."""
+
+    data: bytes = b""
+    executable: bool = False
+    target: str | None = None
+
+
+def _read(base: Path, name: str) -> _Taken | None:
+    """None when it is gone: it was there a moment ago, and anything may have taken its place."""
     path = base / name
     try:
-        return None if path.is_symlink() else path.read_bytes()
+        if path.is_symlink():
+            target = os.readlink(path)
+            if leaves(base.resolve(), path, target):
+                raise _changed(name, "a link that leaves the tree")
+            return _Taken(target=target)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            mode = os.fstat(handle).st_mode
+            if not stat.S_ISREG(mode):
+                raise _changed(name, "no file (a pipe or a folder)")
+            return _Taken(file.read(), bool(mode & 0o100))
+    except FileNotFoundError:
+        return None
     except OSError as problem:
+        if problem.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise _changed(name, "no file") from problem
         raise UsageError(
             f"the code's {shown(name)} cannot be read: {problem.strerror}",
             hint="make it readable, or keep it here by a line in .zerunignore or code.exclude",
         ) from problem
 
 
-def _listing(base: Path, files: Mapping[str, bytes | None]) -> tuple[Listing, dict[str, bytes]]:
+def _changed(name: str, what: str) -> UsageError:
+    said = f"the code's {shown(name)} became {what} while the code was read"
+    return UsageError(said, hint="submit again when nothing writes there, or keep it here by a line in .zerunignore")
+
+
+def _listing(taken: Mapping[str, _Taken]) -> tuple[Listing, dict[str, bytes]]:
     """Names, modes and targets of links, and every content once. Owner, times and hard links of this machine stay."""
     found, links, contents = [], [], {}
-    for name, data in files.items():
-        path = base / name
-        if data is None:
-            links.append(Link(name, os.readlink(path)))
+    for name, (data, executable, target) in taken.items():
+        if target is not None:
+            links.append(Link(name, target))
             continue
         digest = hashlib.sha256(data).hexdigest()
         contents[digest] = data
-        found.append(File(name, digest, len(data), bool(path.stat().st_mode & 0o100)))
+        found.append(File(name, digest, len(data), executable))
     return Listing(tuple(found), tuple(links)), contents

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from ..contract.bundle import SUFFIX, copy_content, decode, is_content, keep_content
+from ..contract.bundle import SUFFIX, copy_content, decode, is_content, keep_content, sweep
 from ..contract.errors import UsageError, VerificationFailed
 from ..contract.folder import content
 from ..contract.shipped import touch
@@ -73,6 +73,7 @@ def is_listing(name: str) -> bool:
 
 def keep(code: CodeBundle, runs: Path) -> None:
     """Keeps the contents that are not below ``runs`` yet. The listing is kept like any blob, after them."""
+    sweep(str(runs))
     for digest, data in code.contents.items():
         if is_content(runs, digest):
             touch(str(content(str(runs), digest)))

@@ -57,10 +57,11 @@ def find(base: Path, wish: Wish, without: Path | None = None) -> Tree:
 
     Raises NothingMatches, UsageError."""
     tree = Tree(base, git.root_of(base) is not None)
+    unseen: list[str] = []  # folders that cannot be looked into
     if tree.in_git:
         listed = set(_git_files(tree, base, ""))
     else:
-        listed = set(_walk(base))
+        listed = set(_walk(base, unseen))
     ignored = _patterns(_ignore_lines(base), IGNORE_FILE)
     kept = {name for name in listed if not ignored.match_file(name)}
     inside = f"{without.relative_to(base).as_posix()}/" if without and without.is_relative_to(base) else None
@@ -75,6 +76,11 @@ def find(base: Path, wish: Wish, without: Path | None = None) -> Tree:
     if inside is not None:
         kept = {name for name in kept if not name.startswith(inside)}
     resolved = base.resolve()
+    tree.notes += [
+        f"left out: the folder {shown(name)} cannot be looked into"
+        for name in unseen
+        if not ignored.match_file(name + "/")
+    ]
     tree.files = [name for name in sorted(kept) if _can_travel(resolved, name, tree.notes)]
     return tree
 
@@ -115,9 +121,14 @@ def _git_files(tree: Tree, base: Path, prefix: str) -> list[str]:
     return found
 
 
-def _walk(base: Path) -> list[str]:
+def _walk(base: Path, unseen: list[str]) -> list[str]:
     found: list[str] = []
-    for folder, folders, names in os.walk(base):
+
+    def told(problem: OSError) -> None:
+        if not isinstance(problem, FileNotFoundError):  # removed meanwhile
+            unseen.append(os.path.relpath(problem.filename, base))
+
+    for folder, folders, names in os.walk(base, onerror=told):
         linked = [d for d in folders if os.path.islink(os.path.join(folder, d))]
         folders[:] = sorted(d for d in folders if d not in _NEVER and d not in linked)
         found += [os.path.relpath(os.path.join(folder, n), base) for n in (*names, *linked)]
@@ -159,12 +170,16 @@ def _can_travel(resolved: Path, name: str, notes: list[str]) -> bool:
     if not stat.S_ISLNK(mode):
         notes.append(f"left out: {shown(name)} is no file (a socket, a pipe or a folder)")
         return False
-    link = os.readlink(path)
-    target = Path(os.path.realpath(path.parent / link))
-    if os.path.isabs(link) or (resolved not in target.parents and target != resolved):
+    if leaves(resolved, path, os.readlink(path)):
         notes.append(f"left out: {shown(name)} is a link that leaves the tree")
         return False
     return True
+
+
+def leaves(resolved: Path, path: Path, link: str) -> bool:
+    """Whether a link at ``path`` to ``link`` leads out of the tree, which lies at ``resolved``."""
+    target = Path(os.path.realpath(path.parent / link))
+    return os.path.isabs(link) or (resolved not in target.parents and target != resolved)
 
 
 def shown(name: str) -> str:

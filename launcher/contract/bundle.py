@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Callable, Dict, Iterable, Iterator, Tuple, Union
 
-from .errors import VerificationFailed
+from .errors import Refused, VerificationFailed
 from .folder import content
 from .plain import PlainError, from_plain, loads, open_file, read_file, to_plain
 
@@ -125,7 +125,7 @@ def publish(runs: str, path: str, digest: str, blocks: Iterable[bytes]) -> None:
     """Writes ``blocks`` beside and renames: under the final name there is the whole or what was there before.
 
     Of two at once with equal bytes either may be the last. Raises VerificationFailed when the bytes are not those of
-    ``digest``: then nothing has changed.
+    ``digest``: then nothing has changed; Refused when a folder has that name.
     """
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     beside = _parts(runs)
@@ -139,7 +139,11 @@ def publish(runs: str, path: str, digest: str, blocks: Iterable[bytes]) -> None:
                 file.write(block)
         if found.hexdigest() != digest:
             raise VerificationFailed(f"what arrived for {path} is not what its name says", hint=_AGAIN)
-        os.replace(part, path)
+        try:
+            os.replace(part, path)
+        except IsADirectoryError:
+            said = f"{path} is a folder, where a file of the job's code belongs"
+            raise Refused(said, hint="see what it is, and remove it") from None
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(part)

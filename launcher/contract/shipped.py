@@ -19,6 +19,7 @@ from .holdings import attempt_numbers, names_in
 from .plain import loads, read_file
 
 YOUNG_S = 86400.0
+_AGEING_S = YOUNG_S / 2  # from then on it is given a new date: it must not become old before its run has a folder
 
 
 class Shipped(NamedTuple):
@@ -60,7 +61,7 @@ def clear_unused(runs: str, without: str) -> int:
 def touch(path: str) -> None:
     """What is needed again is young again; who may not say so has no scratch disk that purges, and removes nothing."""
     with contextlib.suppress(OSError):
-        if _is_old(os.lstat(path)):
+        if time.time() - os.lstat(path).st_mtime > _AGEING_S:
             os.utime(path)
 
 
