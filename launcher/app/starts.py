@@ -130,6 +130,7 @@ class Starts(Project):
             found = candidates(self._about(backend, loaded), loaded.folder, sends_back=True)
             # A program that keeps its checkpoints elsewhere, or in files of its own, finds them itself.
             chosen = choose(found, step) if found or step is not None or job.program is None else None
+            refuse_what_trains_nothing(state, job, chosen, told=any(s.startswith("steps=") for s in sets))
             kept = None if any(s.startswith("batch.") for s in sets) else before.global_batch
             everyone = cluster
             cluster, without = answering(backend, cluster, job.nodes if nodes is None else nodes)
@@ -217,3 +218,17 @@ def refuse_to_resume(state: RunState, *, again: bool) -> None:
             f"{state.run} is done: nothing is left to resume",
             hint="--step S goes again from a checkpoint, --set steps=N goes further",
         )
+
+
+def refuse_what_trains_nothing(state: RunState, job: Job, chosen: Candidate | None, *, told: bool) -> None:
+    """A checkpoint at the job's last step, or past it, leaves nothing to train. Only a run that was cut after its last
+    step goes on from there, to end as it should; not where ``told`` says that ``steps`` was just set."""
+    if chosen is None or chosen.name or job.steps is None or chosen.step < job.steps:
+        return
+    if chosen.step == job.steps and state.state != "done" and not told:
+        return
+    where = "the job's last step" if chosen.step == job.steps else f"past the job's {job.steps} steps"
+    raise UsageError(
+        f"{state.run}: the checkpoint is of step {chosen.step}, {where}: nothing is left to train",
+        hint=f"--set steps=N with N above {chosen.step} goes further, --step S goes again from an earlier checkpoint",
+    )

@@ -12,6 +12,7 @@ import pytest
 from local_places import LocalBackend, Log, attempt_at, local_backend, own_process, write_record
 from written import flip, launch, write_checkpoint, write_run
 
+from launcher.app.starts import refuse_what_trains_nothing
 from launcher.checkpoints import candidates, choose, explain, local_steps, newest_whole, send_back, verify
 from launcher.checkpoints.found import Candidate
 from launcher.checkpoints.prune import decide
@@ -20,6 +21,8 @@ from launcher.contract.folder import RunFolder
 from launcher.contract.manifest import BLOCK_BYTES
 from launcher.contract.plain import write_atomically
 from launcher.contract.records import RankRecord
+from launcher.runs import RunState
+from launcher.specs.models import Job
 
 NODES = ["node01", "node02"]
 
@@ -37,6 +40,28 @@ def state(backend: LocalBackend) -> list[dict[str, Any]]:
         folder = str(RunFolder.at(place.runs, "job-1").root)
         answers.append(backend.call(place, "state", {"run_dirs": [folder], "attempt": None})["runs"][folder])
     return answers
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "told", "refused"),
+    [
+        (80, "cancelled", False, "of step 80, past the job's 50 steps"),
+        (50, "done", False, "of step 50, the job's last step"),
+        (50, "failed", True, "of step 50, the job's last step"),
+        (50, "failed", False, None),  # cut between its last checkpoint and its end: that is still to do
+        (49, "done", True, None),
+    ],
+)
+def test_a_resume_that_would_train_nothing_is_refused(step: int, state: str, told: bool, refused: str | None) -> None:
+    job = Job.model_construct(steps=50)
+    of_run: Any = RunState("job-1", "job", "c", state, 1)  # type: ignore[arg-type]
+    if refused is None:
+        refuse_what_trains_nothing(of_run, job, Candidate(step, True), told=told)
+        return
+    with pytest.raises(UsageError, match=refused) as problem:
+        refuse_what_trains_nothing(of_run, job, Candidate(step, True), told=told)
+    assert f"N above {step}" in str(problem.value.hint)
+    refuse_what_trains_nothing(of_run, job, Candidate(step, True, name="code/out/step-80"), told=told)
 
 
 def shard(backend: LocalBackend, node: int, step: int, rank: int) -> Path:

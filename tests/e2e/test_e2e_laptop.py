@@ -52,6 +52,9 @@ def test_stopped_and_resumed_is_bitwise_a_run_never_interrupted(laptop: Site) ->
     assert shards(laptop.run_folder(whole), 60) == shards(folder, 60)
     told = laptop.zerun("resume", cut, code=2)
     assert "done" in told.stderr and "--set steps=N" in told.stderr
+    told = laptop.zerun("resume", cut, "--set", "steps=50", code=2)
+    assert "the checkpoint is of step 60, past the job's 50 steps" in told.stderr
+    assert laptop.json("status", cut)["attempt"] == 2, "refused before an attempt is made"
     uninterrupted, resumed = losses(laptop.run_folder(whole), 1), losses(folder, 2)
     assert {s: v for s, v in uninterrupted.items() if s > 6} == resumed
     _resumed_otherwise(laptop, cut)
