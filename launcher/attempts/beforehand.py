@@ -90,7 +90,7 @@ def _share(source: Source, node: str | None) -> float:
     if node is None:
         return 1.0
     slots = {n.name: n.slots for n in source.plan.nodes}
-    copies = 0 if source.cluster.paths.shared else source.job.checkpoint.replicas  # of the nodes before it
+    copies = source.plan.disk.copies if source.plan.disk else 0  # of the nodes before it
     return slots.get(node, 0) * (1 + copies) / source.plan.topology.world_size
 
 

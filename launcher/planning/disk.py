@@ -14,7 +14,7 @@ from .plan import Disk
 _FP32 = 4
 
 
-def disk_of(elements: Elements, optimizer: str, wanted: Checkpoint, *, steps: int, ranks: int) -> Disk:
+def disk_of(elements: Elements, optimizer: str, wanted: Checkpoint, *, steps: int, ranks: int, copies: int = 0) -> Disk:
     """``elements`` of one tensor rank, as the layout has them; ``optimizer`` under the name that it is counted by."""
     trained = sum(elements.trainable) * _FP32 * (1 + MOMENTS[optimizer])
     whole = (trained + sum(elements.frozen) * _FP32) * elements.tensor
@@ -27,20 +27,23 @@ def disk_of(elements: Elements, optimizer: str, wanted: Checkpoint, *, steps: in
         at_once = written
     else:
         at_once = wanted.keep + 1 if written is None else min(wanted.keep + 1, written)
-    return Disk(whole, at_once, wanted.keep, ranks)
+    return Disk(whole, at_once, wanted.keep, ranks, copies)
 
 
 def sentence(disk: Disk) -> str:
     """``a checkpoint is 1.2 GB; …``"""
     one = f"a checkpoint is {readable(disk.checkpoint_bytes)}"
+    if disk.copies:
+        copied = "a copy" if disk.copies == 1 else f"{disk.copies} copies"
+        one += f", {readable(disk.checkpoint_bytes * (1 + disk.copies))} with {copied} of every shard"
     if disk.at_once is None:
         return f"{one}; how many there will be is not known: without checkpoint.keep every one stays"
     if disk.at_once == 1:
         return f"{one}; there will be one"
     if disk.kept is None or disk.at_once <= disk.kept:
-        return f"{one}; all {disk.at_once} stay: {readable(disk.most_bytes)}"
+        return f"{one}; all {disk.at_once} stay: {readable(disk.all_bytes)}"
     told = f"up to {disk.at_once} lie there at once (keep {disk.kept}, and the one being written)"
-    return f"{one}; {told}: {readable(disk.most_bytes)}"
+    return f"{one}; {told}: {readable(disk.all_bytes)}"
 
 
 def need_bytes(disk: Disk, *, share: float, there: int = 0) -> int:

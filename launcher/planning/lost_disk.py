@@ -8,6 +8,13 @@ from ..contract.launch import Node
 from ..specs.models import Cluster, Job
 
 
+def copies_of(job: Job, cluster: Cluster, nodes: Sequence[Node]) -> int:
+    """How many copies of every shard other nodes keep: never more than there are other nodes."""
+    if cluster.paths.shared or cluster.local or job.model is None:
+        return 0
+    return max(0, min(job.checkpoint.replicas, len(nodes) - 1))
+
+
 def disk_remarks(job: Job, cluster: Cluster, nodes: Sequence[Node]) -> tuple[str, ...]:
     """One sentence about checkpoints whose shards lie on the nodes' own disks."""
     copies = job.checkpoint.replicas
@@ -19,7 +26,7 @@ def disk_remarks(job: Job, cluster: Cluster, nodes: Sequence[Node]) -> tuple[str
     if not copies:
         return ("one lost disk loses the checkpoint: each node keeps its own ranks' shards; checkpoint.replicas: 1 "
                 "copies them to the next node",)  # fmt: skip
-    kept = min(copies, len(nodes) - 1)
+    kept = copies_of(job, cluster, nodes)
     if kept == 1:
         return ("one lost disk loses no checkpoint: each node keeps a copy of the shards of the node before it",)
     return (f"{kept} lost disks lose no checkpoint: each node keeps a copy of the shards of {kept} nodes before it",)

@@ -19,7 +19,7 @@ from .communication import bounds, step_traffic
 from .data_files import wanted_files
 from .devices import check_precision, device_bytes, not_built
 from .disk import disk_of
-from .lost_disk import disk_remarks
+from .lost_disk import copies_of, disk_remarks
 from .memory import MOMENTS, PRECISION_BYTES, ElementBytes, Elements, element_bytes, plan_state, state_table
 from .partitioned import check_zero, layout_of, zero_of
 from .place import SlotsWish, choose_nodes, pool_remarks
@@ -135,7 +135,7 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
     flops = shapes.step_flops(model, samples=plan.global_batch or 0, recomputed=recomputed)
     return replace(
         plan,
-        disk=_disk(job, step.layout, topology),
+        disk=_disk(job, step.layout, topology, copies_of(job, cluster, plan.nodes)),
         step=lines,
         traffic=traffic,
         bounds=bounds(traffic, cluster, flops=flops, world_size=topology.world_size, precision=job.precision),
@@ -143,10 +143,11 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
     )
 
 
-def _disk(job: Job, layout: Layout, topology: Topology) -> Disk:
+def _disk(job: Job, layout: Layout, topology: Topology, copies: int) -> Disk:
     moments = _moments(_need(job, job.optimizer, "optimizer"))
     steps = _need(job, job.steps, "steps")
-    return disk_of(Elements.of_layout(layout), moments, job.checkpoint, steps=steps, ranks=topology.world_size)
+    ranks = topology.world_size
+    return disk_of(Elements.of_layout(layout), moments, job.checkpoint, steps=steps, ranks=ranks, copies=copies)
 
 
 def job_table(job: Job, cluster: Cluster, plan: Plan, worlds: Iterable[int]) -> tuple[TableRow, ...]:

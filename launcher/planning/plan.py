@@ -137,17 +137,24 @@ class Judgement:
 @dataclass(frozen=True)
 class Disk:
     """``checkpoint_bytes`` of one, all ranks together; ``at_once`` how many may lie there together (the newest that
-    are kept, and the one being written), None when that depends on how long steps take."""
+    are kept, and the one being written), None when that depends on how long steps take. ``copies`` of every shard lie
+    on other nodes."""
 
     checkpoint_bytes: int
     at_once: int | None
     kept: int | None
     ranks: int
+    copies: int = 0
 
     @property
     def most_bytes(self) -> int:
         """What has to be there; of a number that is not known, two: one, and the next that is being written."""
         return self.checkpoint_bytes * (self.at_once or 2)
+
+    @property
+    def all_bytes(self) -> int:
+        """The same on all nodes together, with the copies."""
+        return self.most_bytes * (1 + self.copies)
 
     @property
     def most_files(self) -> int:

@@ -61,7 +61,8 @@ def told_plan(plan: Plan) -> dict[str, Any]:
         "tried": to_plain(judgement.tried),
         "checkpoint_bytes": plan.disk.checkpoint_bytes if plan.disk else None,
         "checkpoints_at_once": plan.disk.at_once if plan.disk else None,
-        "disk_bytes": plan.disk.most_bytes if plan.disk else None,
+        "checkpoint_copies": plan.disk.copies if plan.disk else None,
+        "disk_bytes": plan.disk.all_bytes if plan.disk else None,
         "not_built": list(plan.not_built),
         "remarks": list(plan.remarks),
     }

@@ -14,6 +14,9 @@ from launcher.contract.launch import LaunchSpec, Node
 from launcher.contract.plain import dumps, from_plain, to_plain
 from launcher.contract.topology import Topology
 from launcher.planning import Begun, CannotPlan, check_engine, launch_spec, make_plan, replan
+from launcher.planning.disk import sentence
+from launcher.planning.memory import readable
+from launcher.planning.plan import Disk
 from launcher.specs.models import Cluster, Job
 
 
@@ -237,6 +240,25 @@ def test_what_a_lost_disk_costs_is_said_where_nothing_is_shared() -> None:
     assert remarks(0, nodes=1) == "" and "makes no copies here: there is one node" in remarks(1, nodes=1)
     shared = {"runs": "/runs"}
     assert remarks(0, paths=shared) == "" and "makes no copies here: runs lie on a shared" in remarks(1, paths=shared)
+
+
+def test_the_disk_line_counts_the_copies_that_other_nodes_keep() -> None:
+    def disk(replicas: int, **changes: object) -> Disk:
+        wish = job(
+            nodes=3, slots_per_node=1, checkpoint={"every": 10, "keep": 2, "replicas": replicas}, steps=100,
+            batch={"micro": 1, "accumulation": 1},
+        )  # fmt: skip
+        found = make_plan(wish, direct(nodes={"names": "n[1-3]", "slots": 1}, **changes)).disk
+        assert found is not None
+        return found
+
+    plain, one, many = disk(0), disk(1), disk(7)
+    assert [d.copies for d in (plain, one, many)] == [0, 1, 2], "there are two other nodes"
+    assert plain.all_bytes == plain.checkpoint_bytes * 3 and one.all_bytes == 2 * plain.all_bytes
+    assert "of every shard" not in sentence(plain) and sentence(plain).endswith(readable(plain.all_bytes))
+    assert f"{readable(2 * one.checkpoint_bytes)} with a copy of every shard" in sentence(one)
+    assert sentence(one).endswith(readable(one.all_bytes)) and "with 2 copies of every" in sentence(many)
+    assert disk(1, paths={"runs": "/runs"}) == plain, "nothing is copied where runs lie on a shared disk"
 
 
 def test_what_a_set_leaves_idle_is_a_remark_of_the_plan() -> None:
