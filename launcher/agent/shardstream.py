@@ -26,11 +26,13 @@ import secrets
 import socket
 import stat
 import threading
+import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..contract.errors import NoSpace, Unreachable, UsageError, VerificationFailed, ZerunError
 from ..contract.launch import LaunchSpec
-from ..contract.ranges import Range, cut, prove
+from ..contract.plain import loads
+from ..contract.ranges import Range, cut, most_bytes, prove
 from . import rendezvous
 from .digests import digester, wrong_block
 
@@ -71,13 +73,14 @@ class Server:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with self._room, connection, contextlib.suppress(OSError, ValueError):
+        # Whoever reaches the port may say anything: what is no question ends the connection and nothing else.
+        with self._room, connection, contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             connection.settimeout(_SILENCE_S)
             nonce = secrets.token_hex(16)
             _say(connection, {"nonce": nonce})
             asked = _hear(connection)
             name, sha = str(asked.get("file")), str(asked.get("sha", ""))
-            if not hmac.compare_digest(_mac(self._token, nonce, name, sha), str(asked.get("mac"))):
+            if not _is_same(_mac(self._token, nonce, name, sha), str(asked.get("mac"))):
                 return
             body = _hear_body(connection, asked.get("body", 0), sha)
             try:
@@ -93,7 +96,7 @@ class Server:
                 connection.sendfile(file)
 
     def _serve_ranges(self, connection: socket.socket, file: Any, body: bytes) -> None:
-        asked = json.loads(body)
+        asked = loads(body)
         try:
             with digester(self._python) as digest:
                 _say(connection, {"ranges": True})
@@ -131,7 +134,11 @@ def fetch_ranges(
         if "ranges" not in told:
             said = f"{name}: {told.get('error')} on {sources[0][0]}"
             raise UsageError(said, hint=told["hint"]) if told.get("hint") else VerificationFailed(said)
+        left = most_bytes(ranges)
         while data := connection.recv(_CHUNK):
+            left -= len(data)
+            if left < 0:  # it need not be a server of ours that answers
+                raise VerificationFailed(f"{name}: {sources[0][0]} sends more than was asked for")
             file.write(data)
         file.flush()
         prove(beside, shard, ranges)
@@ -230,6 +237,10 @@ def _mac(token: str, nonce: str, name: str, sha: str) -> str:
     return hmac.new(token.encode("utf-8"), said.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
+def _is_same(right: str, said: str) -> bool:
+    return hmac.compare_digest(right.encode("ascii"), said.encode("utf-8", "replace"))
+
+
 def _open(folder: str, name: str) -> int:
     if not _NAME.fullmatch(name):
         raise FileNotFoundError(2, "it is no shard")
@@ -246,13 +257,15 @@ def _say(connection: socket.socket, message: Dict[str, Any]) -> None:
 
 def _hear(connection: socket.socket) -> Dict[str, Any]:
     """One line; byte by byte, because what follows it is not ours to read here."""
-    line = b""
+    line, end = b"", time.monotonic() + _SILENCE_S
     while not line.endswith(b"\n"):
         data = connection.recv(1)
         if not data or len(line) > _LINE_BYTES:
             raise ValueError("the other side hung up")
+        if time.monotonic() > end:  # a byte now and then is no answer
+            raise ValueError(f"no whole line in {_SILENCE_S:.0f} s")
         line += data
-    message = json.loads(line)
+    message = loads(line)
     if not isinstance(message, dict):
         raise ValueError("a JSON object was expected")
     return message

@@ -101,6 +101,11 @@ def count(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
+def most_bytes(ranges: Iterable[Range]) -> int:
+    """A file of ``ranges`` is no larger: the pieces, a description of each, and of the shard."""
+    return sum(stop - start + 128 * ((stop - start) // PIECE_BYTES + 2) for start, stop in ranges) + 65536
+
+
 def of_tensors(header: Mapping[str, Any], base: int, runs: Mapping[str, Sequence[Range]]) -> Tuple[Range, ...]:
     """The bytes of a shard that hold ``runs``: unit → elements, of each of the unit's tensors (parameters, moments).
 
@@ -203,7 +208,7 @@ class Ranges:
         self._file = open_file(path)
         try:
             self._read(os.fstat(self._file.fileno()).st_size)
-        except (LookupError, TypeError, ValueError) as problem:
+        except (ArithmeticError, LookupError, TypeError, ValueError) as problem:
             self._file.close()
             raise problem if isinstance(problem, NoRanges) else NoRanges(f"{path} is damaged: {problem!r}") from problem
         self._starts = [piece.start for piece in self.pieces]

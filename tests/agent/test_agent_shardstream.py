@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,68 @@ def test_a_source_that_goes_away(tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match="Connection refused"):
         pull({**base, "sources": [asked]})
     assert [p.name for p in (tmp_path / "n2" / "checkpoints").rglob("*")] == []
+
+
+def endless(connection: socket.socket) -> None:
+    connection.sendall(b'{"ranges": true}\n')
+    for _ in range(4096):
+        connection.sendall(bytes(2**20))
+
+
+def unheard_of(connection: socket.socket) -> None:
+    described = b'{"rank":0,"file":"f","bytes":Infinity,"digest":"x","pieces":[]}'
+    connection.sendall(b'{"ranges": true}\n' + described + len(described).to_bytes(8, "little") + b"zeranges")
+
+
+@pytest.mark.parametrize(
+    ("nonce", "answer", "kind", "said"),
+    [
+        (b"[" * 4000 + b"\n", None, Unreachable, "nested too deeply"),
+        (b'{"nonce": "1"', None, Unreachable, "timed out|no whole line"),
+        (b'{"nonce": "1"}\n', endless, VerificationFailed, "sends more than was asked for"),
+        (b'{"nonce": "1"}\n', unheard_of, VerificationFailed, "is damaged"),
+    ],
+)
+def test_whatever_a_stranger_on_the_port_answers_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nonce: bytes, answer: Any, kind: type[Exception], said: str
+) -> None:
+    """The server is gone and another process has its port."""
+    monkeypatch.setattr(shardstream, "_SILENCE_S", 1.0)
+    row = write_checkpoint(tmp_path / "n1", 10, ["n1"], "n1")["shards"][0]
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def serve() -> None:
+            connection, _ = stranger.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(nonce)
+                if answer is not None:
+                    connection.recv(4096)
+                    answer(connection)
+                for _ in range(0 if answer else 8):  # a byte now and then
+                    connection.sendall(b" ")
+                    time.sleep(0.3)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        source = {"addresses": ["127.0.0.1"], "port": stranger.getsockname()[1], "shards": []}
+        source["ranges"] = [{"shard": row, "ranges": [[0, 10]]}]
+        begun = time.monotonic()
+        with pytest.raises(kind, match=said):
+            pull({"run_dir": str(tmp_path / "n2"), "step": 10, "token": TOKEN, "python": None, "sources": [source]})
+        assert time.monotonic() - begun < 2.2
+        thread.join()
+    assert [p.name for p in (tmp_path / "n2" / "checkpoints").rglob("*")] == []
+
+
+def test_whatever_a_stranger_asks_ends_its_connection_alone(source: tuple[Path, Server], tmp_path: Path) -> None:
+    folder, server = source
+    row = write_checkpoint(folder, 10, ["n1"], "n1")["shards"][0]
+    for asked in (b"[" * 4000 + b"\n", b"[]\n", b'{"mac": "\\u00e9"}\n', b'{"file": [], "mac": {}}\n'):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.recv(4096)
+            connection.sendall(asked)
+            assert connection.recv(4096) == b""
+    pull(request(tmp_path / "n2", server, [row]))
 
 
 def test_serving_ends_with_whoever_listens(tmp_path: Path) -> None:
