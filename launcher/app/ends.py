@@ -56,13 +56,14 @@ class Ends(Project):
             backend.close()
 
     def checkpoints(self, run: str) -> list[Candidate]:
-        """Every checkpoint of the run on its cluster, oldest first, with what is wrong with it."""
+        """Every checkpoint of the run that a resume could take or has to pass over, oldest first: on its cluster, and
+        what is whole at home alone; with what is wrong with it."""
         from ..checkpoints import candidates
 
         loaded = self.store.load(self.resolve(run))
         backend = self.attempts.open_for(loaded)
         try:
-            return candidates(self._about(backend, loaded), loaded.folder)
+            return candidates(self._about(backend, loaded), loaded.folder, sends_back=True)
         finally:
             backend.close()
 

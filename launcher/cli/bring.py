@@ -71,7 +71,7 @@ def _collected_lines(got: Collected) -> list[str]:
 def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
     """Lists a run's checkpoints on its cluster, oldest first, and says what is wrong with those that are not whole.
 
-    unfinished: it has no manifest. damaged: shards are missing, short, or were found wrong by whoever read them. let
+    at home: whole at home alone; a resume sends it back. unfinished: it has no manifest. damaged: shards are missing, short, or were found wrong by whoever read them. let
     go: only nodes that the newest attempt left out still have parts of it. Left behind: a resume went on from an
     earlier step; it stays, and only --step takes it.
     """
@@ -83,7 +83,7 @@ def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
     rows = [
         (
             c.name or str(c.step),
-            "yes" if c.whole else c.state,
+            "at home" if c.whole and c.at_home else "yes" if c.whole else c.state,
             show.num_bytes(c.bytes) if c.bytes else "-",
             str(c.ranks or "-"),
             str(c.attempt or "-"),
@@ -97,6 +97,7 @@ def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
 
 def _note(candidate: Candidate) -> str:
     told = [f"whole ({candidate.from_replicas})"] if candidate.from_replicas else []
+    told += ["whole at home, not on the cluster: a resume sends it back"] if candidate.at_home else []
     told += [f"left behind: {candidate.left}"] if candidate.left else []
     return "; ".join(told)
 

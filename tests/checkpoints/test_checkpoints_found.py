@@ -6,12 +6,14 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from local_places import LocalBackend, Log, attempt_at, local_backend, own_process, write_record
 from written import flip, launch, write_checkpoint, write_run
 
+from launcher.app.ends import Ends
 from launcher.app.starts import refuse_what_trains_nothing
 from launcher.checkpoints import candidates, choose, explain, local_steps, newest_whole, send_back, verify
 from launcher.checkpoints.found import Candidate
@@ -62,6 +64,18 @@ def test_a_resume_that_would_train_nothing_is_refused(step: int, state: str, tol
         refuse_what_trains_nothing(of_run, job, Candidate(step, True), told=told)
     assert f"N above {step}" in str(problem.value.hint)
     refuse_what_trains_nothing(of_run, job, Candidate(step, True, name="code/out/step-80"), told=told)
+
+
+def listed(backend: LocalBackend, home: Path) -> list[Candidate]:
+    """What ``ckpt ls`` gets, with the cluster's answers in place of a run's own cluster."""
+    attempts = SimpleNamespace(open_for=lambda _: SimpleNamespace(close=lambda: None))
+    app: Any = SimpleNamespace(
+        store=SimpleNamespace(load=lambda _: SimpleNamespace(folder=home)),
+        resolve=lambda given: given,
+        attempts=attempts,
+        _about=lambda *_: state(backend),
+    )
+    return Ends.checkpoints(app, "job-1")
 
 
 def shard(backend: LocalBackend, node: int, step: int, rank: int) -> Path:
@@ -274,6 +288,7 @@ def test_what_a_shared_disk_has_lost_is_sent_back_from_home(tmp_path: Path) -> N
     assert choose(candidates(state(backend), home)).step == 100, "what is at home is none of the ranks'"
     chosen = choose(candidates(state(backend), home, sends_back=True))
     assert chosen.step == 200 and chosen.at_home and chosen.sentence() == "step 200: whole at home"
+    assert [(c.step, c.at_home) for c in listed(backend, home)] == [(100, False), (200, True)], "as the resume says"
     spec, told = launch("/x", NODES, 2, shared=True), list[str]()
     said = send_back(backend, "job-1", home, chosen, spec, told.append)  # type: ignore[arg-type]
     assert told == ["step 200, which is whole here and not on the cluster: 1 shard (68.4 KiB) go to shared"]

@@ -84,7 +84,9 @@ def test_what_a_purge_took_is_sent_back_from_home(slurm: Site, testbed: Any) -> 
     shutil.rmtree(there / "checkpoints/step-00000005")
     (there / "checkpoints/step-00000010/rank-00002.safetensors").unlink()
     (listed,) = slurm.json("ckpt", "ls", run)
-    assert listed["state"] == "damaged" and not listed["at_home"]
+    assert listed["whole"] and listed["at_home"]
+    told = slurm.zerun("ckpt", "ls", run).stdout.splitlines()[-1]
+    assert told.split()[:3] == ["10", "at", "home"] and "whole at home, not on the cluster" in told
     said = slurm.zerun("resume", run, "--set", "steps=12", "--follow").stderr
     assert "step 10: whole at home, taken" in said
     assert "step 10, which is whole here and not on the cluster: 1 shard (" in said and "go to login" in said
@@ -95,5 +97,6 @@ def test_what_a_purge_took_is_sent_back_from_home(slurm: Site, testbed: Any) -> 
     shutil.rmtree(there)
     said = slurm.zerun("resume", run, "--set", "steps=14", "--follow").stderr
     assert "step 12: whole at home, taken" in said and ": 4 shards (" in said
-    assert [c["step"] for c in slurm.json("ckpt", "ls", run) if c["whole"]] == [12, 14]
+    listed = [(c["step"], c["at_home"]) for c in slurm.json("ckpt", "ls", run) if c["whole"]]
+    assert listed == [(10, True), (12, False), (14, False)]
     assert slurm.json("status", run)["exit_code"] == 0
