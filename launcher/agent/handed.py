@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional
 
@@ -48,8 +49,9 @@ def handed(request: Dict[str, Any]) -> Dict[str, Any]:
                 fetch(places, str(request["token"]), row, row["path"], str(beside))
         rows = [*coming, *pushed]
         _prove(folder, rows, request)
+        now = time.time() - 1.0  # or a clock that is ahead elsewhere would say that the coming attempt wrote it
         for row in rows:
-            os.utime(folder / row["path"], (row["modified"], row["modified"]))
+            os.utime(folder / row["path"], (min(row["modified"], now),) * 2)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,6 +124,23 @@ def test_a_piece_of_an_earlier_attempt_gives_way_to_the_newest(rack: LocalBacken
     said, _ = give(rack, home, NODES[:2], attempt=3)
     assert said is not None
     assert held(one) == held(two) == {**WHOLE, "rank-0.pt": b"A" * 5000, "rank-1.pt": b"B" * 5000}
+
+
+def test_what_came_from_a_node_whose_clock_is_ahead_is_not_taken_for_what_was_written_later(
+    rack: LocalBackend, home: Path
+) -> None:
+    one, two, three = rack.places()
+    ahead = time.time() + 86400
+    os.utime(run_dir(one) / NAME / "rank-0.pt", (ahead, ahead))
+    assert give(rack, home, NODES[1:])[0] is not None
+    for place, files in ((two, {"rank-0.pt": b"A" * 5000}), (three, {"rank-1.pt": b"B" * 5000})):
+        ran(place, 2, {})
+        record = Path(attempt_at(place, RUN, 2).node_record(str(place.node)))
+        record.write_text(json.dumps({**json.loads(record.read_text()), "started_at": time.time()}))
+        for name, data in files.items():
+            (run_dir(place) / NAME / name).write_bytes(data)  # the same name once more, now by other ranks
+    give(rack, home, NODES[1:], attempt=3)
+    assert held(two) == held(three) == {**WHOLE, "rank-0.pt": b"A" * 5000, "rank-1.pt": b"B" * 5000}
 
 
 def test_what_nodes_wrote_differently_under_one_name_is_theirs_and_nobody_elses(rack: LocalBackend, home: Path) -> None:
