@@ -7,13 +7,14 @@ home, or by way of home (:mod:`.through`). The manifest goes last.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..agent.held import held_in
-from ..contract.errors import NoSpace, Unreachable, ZerunError
+from ..contract.errors import NoSpace, Unreachable, VerificationFailed, ZerunError
 from ..contract.folder import RunFolder
 from ..contract.launch import LaunchSpec
 from ..contract.manifest import Manifest
@@ -139,9 +140,10 @@ def _between(
 def _manifest(
     asked: Asked, held: Mapping[int, Mapping[str, int]], run: str, step: int, home: Path, attempt: int
 ) -> tuple[Manifest, bytes]:
-    """The manifest of the attempt that was chosen, from any place that has it, else from home."""
+    """The manifest of the attempt that was chosen, from any place that has it, else from home: a damaged one is passed
+    over, and put right with all others."""
     name = "manifest.json"
-    kept = home / "checkpoints" / f".staging-{step:08d}"
+    kept, damaged = home / "checkpoints" / f".staging-{step:08d}", None
     try:
         for place, _ in asked.answers:
             if name not in held[id(place)]:
@@ -149,14 +151,18 @@ def _manifest(
             (kept / name).unlink(missing_ok=True)
             source = str(RunFolder.at(place.runs, run).checkpoint(step).root)
             place.transport.fetch([name], source, kept)
-            manifest = read_manifest(kept / name, step)
+            try:
+                manifest = read_manifest(kept / name, step)
+            except VerificationFailed as problem:
+                damaged = damaged or VerificationFailed(f"{name_of(place)}: {problem.message}", hint=problem.hint)
+                continue
             if attempt in (0, manifest.attempt):
                 return manifest, (kept / name).read_bytes()
     finally:
-        (kept / name).unlink(missing_ok=True)
-        if kept.is_dir():
-            kept.rmdir()
+        shutil.rmtree(kept, ignore_errors=True)  # with what a transport that was killed left there
     path = step_folder(home, step) / name
+    if damaged is not None and not path.exists():
+        raise damaged
     return read_manifest(path, step), path.read_bytes()
 
 

@@ -247,6 +247,24 @@ def test_only_what_is_read_moves_and_the_shards_stay_whole_among_those_who_go_on
 
 
 @pytest.mark.full
+def test_a_damaged_manifest_on_one_node_and_what_a_kill_left_at_home_stop_nobody(
+    rack: LocalBackend, home: Path
+) -> None:
+    manifest = write_shards(rack, NODES)
+    path = folder(rack, 0) / "manifest.json"
+    path.write_bytes(manifest.to_bytes()[:50])
+    left = home / "checkpoints" / f".staging-{STEP:08d}"
+    left.mkdir(parents=True)
+    (left / ".manifest.json.Xy12").write_text("half")
+    assert found(rack, home).whole
+    said, _ = put(rack, home, NODES[:2])
+    assert said is not None and path.read_bytes() == manifest.to_bytes() and not left.exists()
+    for node in range(3):
+        (folder(rack, node) / "manifest.json").write_bytes(b"{")
+    with pytest.raises(VerificationFailed, match=r"node01: .*the manifest cannot be read"):
+        stage(rack, RUN, home, Candidate(STEP, True, None, 1, attempt=1), spec(NODES[:2]), print)  # type: ignore[arg-type]
+
+
 def test_ranges_are_no_shard_to_anybody(rack: LocalBackend, home: Path, tmp_path: Path) -> None:
     write_shards(rack, NODES)
     kept = keep_all(rack, tmp_path)
