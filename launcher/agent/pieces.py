@@ -30,7 +30,34 @@ def with_attempts(run_dir: str, rows: Sequence[Dict[str, Any]]) -> List[Dict[str
     """Each file's row with ``attempt``: the newest that had begun on this node, by its own clock, when the file was
     written last; 0 when none had, or it came from elsewhere."""
     begun = _begun(run_dir) if rows else []
-    return [{**row, "attempt": max([k for k, at in begun if at <= row["modified"]], default=0)} for row in rows]
+    return [{**row, "attempt": _attempt_at(begun, row["modified"])} for row in rows]
+
+
+def _attempt_at(begun: Sequence[Tuple[int, float]], modified: float) -> int:
+    return max([k for k, at in begun if at <= modified], default=0)
+
+
+def with_writers(run_dir: str, found: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """The program's checkpoints here with ``written_by``, the newest attempt that wrote a piece of each here, and
+    ``whole_by``, the newest that may have written the file that makes it whole. Where no such file is asked for, a
+    checkpoint is whole by being there, and nothing is told.
+
+    A file that came from another node bears the time at which it was written there, and changed when it was put here,
+    once its attempt had begun: it was written before that one.
+    """
+    begun = _begun(run_dir) if any(row["marker"] or not row["whole"] for row in found) else []
+    told = []
+    for row in found:
+        marker = row["marker"]
+        pieces = [r for r in row["files"] if marker is None or r["path"] != marker["path"]]
+        more = {}
+        if marker is not None:
+            by, came = _attempt_at(begun, marker["modified"]), _attempt_at(begun, marker["changed"])
+            more["whole_by"] = max(by, came - 1) if came > by else by
+        if marker is not None or not row["whole"]:
+            more["written_by"] = max([_attempt_at(begun, r["modified"]) for r in pieces], default=0)
+        told.append({**row, **more})
+    return told
 
 
 def digests_of(paths: Mapping[str, Optional[str]], request: Mapping[str, Any]) -> Dict[str, Optional[str]]:

@@ -18,6 +18,7 @@ from ..contract.lineage import resumed_from
 from ..contract.plain import PlainError, from_plain, loads, open_file
 from ..contract.records import Announcement, NodeRecord, Outcome
 from .own_files import foreign_of
+from .pieces import with_writers
 from .space import free_bytes
 from .tail_files import is_alive
 
@@ -50,7 +51,7 @@ def run_state(folder: str, only: Optional[int] = None) -> Dict[str, Any]:
     return {
         "attempts": attempts,
         "checkpoints": checkpoints_here(folder),
-        "foreign": [_short(c) for c in foreign_of(folder)],
+        "foreign": [_short(c) for c in with_writers(folder, foreign_of(folder))],
         "resumed": {str(k): step for k, step in resumed_from(folder).items()},
         "exists": os.path.isdir(folder),
     }
@@ -60,7 +61,7 @@ def _short(checkpoint: Dict[str, Any]) -> Dict[str, Any]:
     """Without its files' names, because this is asked often; ``sizes`` lets copies on several nodes be counted once."""
     files = checkpoint["files"]
     sizes = {f"{zlib.crc32(os.fsencode(row['path'])):08x}": row["bytes"] for row in files[:_MANY_FILES]}
-    told = {k: v for k, v in checkpoint.items() if k != "files"}
+    told = {k: v for k, v in checkpoint.items() if k not in ("files", "marker")}
     return told if len(files) > _MANY_FILES else {**told, "sizes": sizes}
 
 

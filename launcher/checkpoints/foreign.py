@@ -39,16 +39,28 @@ def foreign_candidates(about: Sequence[Mapping[str, Any]]) -> list[Candidate]:
 
 
 def _join(name: str, rows: Sequence[Mapping[str, Any]]) -> Candidate:
-    whole = any(row["whole"] for row in rows)
+    problem = "" if any(row["whole"] for row in rows) else str(rows[0]["problem"])
+    problem = problem or _stale(rows)
+    whole = not problem
     return Candidate(
         step=int(rows[0]["step"] or 0),
         whole=whole,
-        problem="" if whole else str(rows[0]["problem"]),
+        problem=problem,
         bytes=_bytes_of(rows),
         state="whole" if whole else "unfinished",
         name=name,
         written_at=max(float(row["written_at"]) for row in rows),
     )
+
+
+def _stale(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What is wrong where the file that says that it is whole was left by an earlier attempt than wrote its pieces."""
+    said = max((int(row.get("whole_by", 0)) for row in rows if row["whole"]), default=0)
+    wrote = max((int(row.get("written_by", 0)) for row in rows), default=0)
+    if wrote <= said:
+        return ""
+    earlier = f"attempt {said}" if said else "an earlier attempt"
+    return f"attempt {wrote} wrote it anew and did not finish: what says that it is whole is of {earlier}"
 
 
 def _bytes_of(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -132,15 +132,19 @@ def _row(name: str, facts: os.stat_result) -> Dict[str, Any]:
 
 
 def foreign_here(run_dir: str, foreign: Optional[Foreign]) -> List[Dict[str, Any]]:
-    """The job's own checkpoints that lie here, newest last: ``{name, step, whole, problem, bytes, files, written_at}``.
+    """The job's own checkpoints that lie here, newest last: ``{name, step, whole, problem, bytes, files, written_at,
+    marker}``.
 
-    ``step`` is the last number in the name, None where there is none.
+    ``step`` is the last number in the name, None where there is none; ``marker`` the row of the file that makes it
+    whole, where that is here.
     """
     found = []
     for name, facts in matches(run_dir, foreign.pattern) if foreign is not None else ():
         assert foreign is not None
         rows = _below(run_dir, name) if stat.S_ISDIR(facts.st_mode) else [_row(name, facts)]
-        lacks = _lacks(run_dir, name, foreign.whole_when) if foreign.whole_when else None
+        marker = marker_of(name, foreign.whole_when) if foreign.whole_when else None
+        marked = None if marker is None else _plain_file(run_dir, marker)
+        lacks = os.path.basename(marker) if marker is not None and marked is None else None
         numbers = re.findall(r"[0-9]+", os.path.basename(name))
         found.append(
             {
@@ -151,6 +155,7 @@ def foreign_here(run_dir: str, foreign: Optional[Foreign]) -> List[Dict[str, Any
                 "bytes": sum(row["bytes"] for row in rows),
                 "files": rows,
                 "written_at": max([row["modified"] for row in rows], default=facts.st_mtime),
+                "marker": marked,
             }
         )
     return sorted(found, key=lambda row: (row["step"] or 0, row["written_at"]))
@@ -167,10 +172,13 @@ def files_of(run_dir: str, name: str) -> List[Dict[str, Any]]:
     return [_row(name, os.lstat(path))] if os.path.isfile(path) else []
 
 
-def _lacks(run_dir: str, name: str, whole_when: str) -> Optional[str]:
-    """The name of the file that would make it whole, where that is missing."""
-    path = os.path.join(run_dir, marker_of(name, whole_when))
-    return None if os.path.isfile(path) and not os.path.islink(path) else os.path.basename(path)
+def _plain_file(run_dir: str, name: str) -> Optional[Dict[str, Any]]:
+    """The row of a file, where that is there and no link; ``changed`` when it came to its place."""
+    try:
+        facts = os.lstat(os.path.join(run_dir, name))
+    except OSError:
+        return None
+    return {**_row(name, facts), "changed": facts.st_ctime} if stat.S_ISREG(facts.st_mode) else None
 
 
 def marker_of(name: str, whole_when: str) -> str:

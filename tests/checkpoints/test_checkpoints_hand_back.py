@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from written import launch
 from launcher.agent.handed import place as put_in_place
 from launcher.backends.protocol import Place
 from launcher.checkpoints import candidates, collect, hand_back
-from launcher.contract.errors import PartialAnswer, Refused, UsageError
+from launcher.checkpoints.found import Candidate
+from launcher.contract.errors import PartialAnswer, Refused, UsageError, VerificationFailed
 from launcher.contract.folder import RunFolder
 from launcher.contract.kept import Foreign
 from launcher.contract.launch import LaunchSpec, Program
@@ -117,13 +119,51 @@ def test_every_node_gets_every_file(rack: LocalBackend, home: Path, apart: bool)
 
 def test_a_piece_of_an_earlier_attempt_gives_way_to_the_newest(rack: LocalBackend, home: Path) -> None:
     one, two, three = rack.places()
-    ran(one, 2, {"rank-0.pt": b"A" * 5000})
+    ran(one, 2, {"rank-0.pt": b"A" * 5000, "DONE": b""})
     ran(three, 2, {"rank-1.pt": b"B" * 5000})  # step 10 was reached once more, with node03 in node02's place
     collect(rack, RUN, home, "10")  # type: ignore[arg-type]
     assert (home / NAME / "rank-1.pt").read_bytes() == b"B" * 5000, "not the first node's that has one"
     said, _ = give(rack, home, NODES[:2], attempt=3)
     assert said is not None
     assert held(one) == held(two) == {**WHOLE, "rank-0.pt": b"A" * 5000, "rank-1.pt": b"B" * 5000}
+
+
+def told(rack: LocalBackend, home: Path, places: Sequence[Place]) -> Candidate:
+    answers = []
+    for place in places:
+        folder = str(run_dir(place))
+        answers.append(rack.call(place, "state", {"run_dirs": [folder], "attempt": None})["runs"][folder])
+    return candidates(answers, home)[-1]
+
+
+def test_what_an_earlier_attempt_left_does_not_say_that_the_next_one_finished(rack: LocalBackend, home: Path) -> None:
+    """Attempt 2 went back, without node01, and was cut while it wrote step 10 once more: node01's DONE is of the first
+    attempt's."""
+    one, two, three = rack.places()
+    assert told(rack, home, (one, two)).whole
+    ran(two, 2, {"rank-0.pt": b"A" * 5000})
+    ran(three, 2, {"rank-1.pt": b"B" * 700})
+    torn = told(rack, home, (one, two, three))
+    assert (torn.whole, torn.state) == (False, "unfinished")
+    assert torn.problem.startswith("attempt 2 wrote it anew and did not finish") and "of attempt 1" in torn.problem
+    with pytest.raises(VerificationFailed, match="attempt 2 wrote it anew"):
+        collect(rack, RUN, home, "10")  # type: ignore[arg-type]
+    # On one and the same node; and whole once the attempt that wrote it says so, on any of its nodes.
+    ran(one, 2, {"rank-0.pt": b"A" * 5000})
+    assert not told(rack, home, (one,)).whole
+    ran(two, 2, {"DONE": b""})
+    assert told(rack, home, (one, two, three)).whole
+
+
+def test_a_copy_that_was_handed_on_stays_whole_without_the_node_that_said_so(rack: LocalBackend, home: Path) -> None:
+    _, two, three = rack.places()
+    ran(three, 2, {})  # attempt 2 had it in node02's place
+    give(rack, home, ["node03"], attempt=3)
+    ran(three, 3, {})
+    ran(two, 2, {})
+    assert told(rack, home, (two, three)).whole, "node01 and its DONE are gone: what node03 has came from there"
+    ran(three, 4, {"rank-0.pt": b"A" * 5000})
+    assert not told(rack, home, (two, three)).whole
 
 
 def test_what_came_from_a_node_whose_clock_is_ahead_is_not_taken_for_what_was_written_later(
