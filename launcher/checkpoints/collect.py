@@ -123,7 +123,6 @@ def _collect(backend: Backend, run: str, home: Path, wanted: str | int | None, p
     if manifest is not None and incoming is not None and step is not None:
         _put_in_place(incoming, step_folder(home, step), manifest)
     proven = bring_proof(backend, asked, run, home, own_name) if own_name else 0
-    asked.complain(f"{size(meter.moved)} brought to {home}")
     got = Collected(
         run=run,
         folder=str(home),
@@ -136,7 +135,23 @@ def _collect(backend: Backend, run: str, home: Path, wanted: str | int | None, p
         verified_shards=0 if manifest is None else len(manifest.shards),
         note=note,
     )
-    return _with_own(got, home, own_name, proven)
+    got = _with_own(got, home, own_name, proven)
+    asked.complain(f"{size(meter.moved)} brought to {home}{_came(got)}", _the_rest(asked, run))
+    return got
+
+
+def _came(got: Collected) -> str:
+    """Of a collect that some machines had no part in: whether the checkpoint is one nevertheless."""
+    if got.step is not None:
+        return f", the checkpoint of step {got.step} whole ({got.verified_shards} shards verified)"
+    if got.name:
+        return f", the checkpoint {got.name} whole ({got.verified_shards} files verified)"
+    return f", without a checkpoint: {got.note}" if got.note else ""
+
+
+def _the_rest(asked: Asked, run: str) -> str:
+    names = ", ".join(asked.silent)
+    return f"what lies only on {names} lacks; when it answers: zerun collect {run} again, which moves only what lacks"
 
 
 def _with_own(got: Collected, home: Path, name: str, proven: int) -> Collected:
@@ -165,7 +180,8 @@ def _choose(backend: Backend, run: str, home: Path, wanted: str | int | None) ->
         except VerificationFailed as problem:
             if asked.silent:
                 names = ", ".join(asked.silent)
-                raise PartialAnswer(f"{problem.message}; {names} did not answer", hint=problem.hint) from problem
+                hint = f"when it answers, again; until then zerun ckpt ls {run} names the whole ones"
+                raise PartialAnswer(f"{problem.message}; {names} did not answer", hint=hint) from problem
             raise
     newest = newest_whole(found)
     if newest is not None:
@@ -184,8 +200,7 @@ def _in_place(asked: Asked, run: str, home: Path, step: int | None, note: str) -
     files = [row for _, answer in asked.answers for row in (answer["files"])]
     if step is not None:
         files += [row for _, a in asked.answers if a["checkpoint"] for row in a["checkpoint"]["files"]]
-    asked.complain(f"{run} is at home")
-    return Collected(
+    got = Collected(
         run=run,
         folder=str(home),
         step=step,
@@ -197,6 +212,8 @@ def _in_place(asked: Asked, run: str, home: Path, step: int | None, note: str) -
         verified_shards=verified,
         note=note or "its folder is the one at home: nothing had to move",
     )
+    asked.complain(f"{run} is at home{_came(got)}", _the_rest(asked, run))
+    return got
 
 
 def _plan_files(asked: Asked, home: Path) -> tuple[list[tuple[Place, dict[str, int]]], int, int]:
@@ -275,7 +292,8 @@ def _give_to(jobs: Mapping[int, _Job], needed: Sequence[ShardFile], asked: Asked
         shard = nowhere[0]
         said = f"step {step}: rank {shard.rank}'s shard {shard.file} of {shard.node} is nowhere in its full size"
         if asked.silent:
-            raise PartialAnswer(f"{said}; {', '.join(asked.silent)} did not answer")
+            hint = "when it answers, again; --checkpoint none brings what the others wrote"
+            raise PartialAnswer(f"{said}; {', '.join(asked.silent)} did not answer", hint=hint)
         raise VerificationFailed(said, hint="take another step: zerun ckpt ls")
     for index, shards in taken.items():
         jobs[id(holders[index][0])].shards += shards

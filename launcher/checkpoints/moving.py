@@ -81,12 +81,13 @@ class Asked:
     answers: tuple[tuple[Place, Mapping[str, Any]], ...]
     silent: Mapping[str, ZerunError]
 
-    def complain(self, done: str) -> None:
-        """Raises PartialAnswer when some place did not answer; ``done`` says what was done nevertheless."""
+    def complain(self, done: str, hint: str) -> None:
+        """Raises PartialAnswer when some place did not answer; ``done`` says what was done nevertheless, ``hint`` what
+        to do about the rest."""
         if self.silent:
             name, problem = next(iter(self.silent.items()))
             names = ", ".join(self.silent)
-            raise PartialAnswer(f"{done}; {names} did not answer ({name}: {problem.message})", hint=problem.hint)
+            raise PartialAnswer(f"{done}; {names} did not answer ({name}: {problem.message})", hint=hint)
 
 
 def ask_all(

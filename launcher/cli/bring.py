@@ -28,8 +28,9 @@ def collect_verb(
 ) -> None:
     """Brings logs, metrics and a checkpoint home to runs/RUN, verified at arrival.
 
-    Done again it moves only what lacks. Exit 7 names rank, file and block of what is wrong. With --weights the
-    shards that came for it go again, and one whole model in safetensors stays, without the optimizer's tensors.
+    Done again it moves only what lacks. Exit 8: some machines did not answer, what the others have came, and it is
+    said whether the checkpoint is whole. Exit 7 names rank, file and block of what is wrong. With --weights the shards
+    that came for it go again, and one whole model in safetensors stays, without the optimizer's tensors.
     """
     app = options.open_app()
     name = app.resolve(run)
@@ -71,9 +72,9 @@ def _collected_lines(got: Collected) -> list[str]:
 def checkpoint_ls(run: options.Run, as_json: options.Json = False) -> None:
     """Lists a run's checkpoints on its cluster, oldest first, and says what is wrong with those that are not whole.
 
-    at home: whole at home alone; a resume sends it back. unfinished: it has no manifest. damaged: shards are missing, short, or were found wrong by whoever read them. let
-    go: only nodes that the newest attempt left out still have parts of it. Left behind: a resume went on from an
-    earlier step; it stays, and only --step takes it.
+    at home: whole at home alone; a resume sends it back. unfinished: it has no manifest. damaged: shards are missing,
+    short, or were found wrong by whoever read them. let go: only nodes that the newest attempt left out still have
+    parts of it. Left behind: a resume went on from an earlier step; it stays, and only --step takes it.
     """
     app = options.open_app()
     found = app.checkpoints(app.resolve(run))

@@ -95,13 +95,15 @@ def next_steps(state: RunState) -> list[str]:
     run = state.run
     if state.state in ("submitting", "queued", "running"):
         return [f"zerun logs {run} -f", f"zerun cancel {run}"]
+    if state.state == "unknown" and any(f"zerun login {state.cluster}" in why for why in (state.why, *state.notes)):
+        return [f"zerun login {state.cluster}", f"zerun status {run}  (then)"]
     if state.state == "unknown":
         return [f"zerun status {run}  (again, when the cluster answers)", f"zerun cluster check {state.cluster}"]
     if state.state == "done":
         if state.nodes != ("localhost",):
             return [f"zerun collect {run}"]
         return [f"zerun ckpt verify {run}" if state.checkpoints else f"zerun logs {run}"]
-    steps = [f"zerun logs {run}"] if state.state != "stopped" else []
+    steps = _to_read(state)
     cause = state.cause
     if cause is not None and cause.exit_code == Exit.VERIFICATION and any("shard" in line for line in cause.last_lines):
         # A rank refused the bytes of the checkpoint it was to go on from: never the same again.
@@ -110,3 +112,17 @@ def next_steps(state: RunState) -> list[str]:
     if cause is not None and cause.no_space:
         steps.append(f"zerun cluster check {state.cluster}  (what is left where)")
     return steps + ([f"zerun resume {run}"] if state.checkpoints or state.state == "stopped" else [])
+
+
+def _to_read(state: RunState) -> list[str]:
+    """Where more is told of an end that was none of its own wish. Ranks that never started wrote nothing."""
+    run = state.run
+    if state.state == "stopped":
+        return []
+    if state.ranks or (state.cause is not None and state.cause.rank is not None):
+        return [f"zerun logs {run}"]
+    if state.nodes:
+        return [f"zerun collect {run} --checkpoint none  (what setup said: attempts/{state.attempt}/logs)"]
+    if state.state != "cancelled" and state.handle is not None:
+        return [f"zerun collect {run} --checkpoint none  (what its script said: attempts/{state.attempt})"]
+    return [] if state.checkpoints else ["zerun submit JOB  (again: it never ran, there is nothing to read)"]

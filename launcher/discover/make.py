@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backends.calls import Caller, side_by_side
+from ..backends.calls import Caller, first_error, side_by_side
 from ..backends.outside import ask, words
-from ..contract.errors import Unreachable, UsageError, ZerunError
+from ..contract.errors import Refused, Unreachable, UsageError, ZerunError
 from ..specs import nodelist
 from ..specs.cluster_model import LOCAL_NAME
 from ..specs.load import cluster_from_plain, parse_text
@@ -208,5 +208,7 @@ def _of_machines(cluster: Cluster, connector: Connector, runtime: tuple[str, byt
     looked = side_by_side(look, names, cluster.ssh.connections)
     found = [machines.Machine(name, said, _told(problem) if problem else "") for name, said, problem in looked]
     if not any(machine.said is not None for machine in found):
-        raise Unreachable("; ".join(machine.problem for machine in found))
+        worst = first_error(looked)  # a host key that is not known is refused here as on a login node
+        kind = Refused if isinstance(worst, Refused) else Unreachable
+        raise kind("; ".join(machine.problem for machine in found))
     return [*machines.nodes_lines(found), *machines.python_lines(found)]

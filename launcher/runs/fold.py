@@ -95,7 +95,14 @@ def _decided(run: Run, seen: Observation) -> bool:
     if seen.silent and said and all(said):
         return True
     direct = run.handle is not None and run.handle.backend == "direct"
-    return direct and any(said) and seen.poll.state not in ("running", "queued")
+    return direct and (any(said) or _ended_well(run, seen)) and seen.poll.state not in ("running", "queued")
+
+
+def _ended_well(run: Run, seen: Observation) -> bool:
+    """Whether an agent without a scheduler says that all went well: it does so once every node's agent has told node
+    rank 0's so, and what a machine that went off later would say changes nothing."""
+    direct = run.handle is not None and run.handle.backend == "direct"
+    return direct and any(r.state == "ended" and r.failure is None and r.ranks for r in seen.records)
 
 
 def _without_handle(run: Run, seen: Observation) -> tuple[State, str]:
@@ -125,8 +132,9 @@ def _begins_again(run: Run, seen: Observation) -> tuple[State, str] | None:
 def _ended(run: Run, seen: Observation) -> tuple[State, str]:
     failures = [r.failure for r in seen.records if r.failure is not None]
     kinds = {f.kind for f in failures}
-    statuses = [rank.status for r in seen.records for rank in r.ranks]
-    complete = len(seen.records) >= seen.num_nodes and bool(statuses)
+    well = _ended_well(run, seen)  # then a record that lies as it stood is only old
+    statuses = [rank.status for r in seen.records if r.state == "ended" or not well for rank in r.ranks]
+    complete = (len(seen.records) >= seen.num_nodes and bool(statuses)) or well
     if complete and not failures and all(s == 0 for s in statuses):
         return "done", ""
     if _was_cancelled(run, seen, kinds):

@@ -178,9 +178,16 @@ def test_which_checkpoint(two: LocalBackend, home: Path) -> None:
 def test_a_node_that_does_not_answer(two: LocalBackend, home: Path) -> None:
     write_checkpoint(two.places(), NODES, 100)
     two.down.add("node02")
-    with pytest.raises(PartialAnswer, match="node02"):
+    with pytest.raises(PartialAnswer, match=r"without a checkpoint: no whole .*node02 did not answer") as told:
         bring(two, home)
+    assert told.value.hint is not None and f"zerun collect {RUN} again" in told.value.hint
     assert (home / "attempts/1/logs/rank-00000.log").exists()
+    write_checkpoint(two.places()[:1], NODES[:1], 200, attempt=2)  # a later attempt did without it
+    with pytest.raises(
+        PartialAnswer, match=r"checkpoint of step 200 whole \(2 shards verified\); node02 did not answer"
+    ):
+        bring(two, home)
+    assert verify(home / "checkpoints/step-00000200").ok
     with pytest.raises(PartialAnswer, match=r"missing on node02.*did not answer"):
         bring(two, home, "100")
     two.down.add("node01")

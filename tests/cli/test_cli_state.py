@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from launcher.app import App
+from launcher.backends.protocol import Handle
 from launcher.cli import follow, state_text
 from launcher.cli.main import run
 from launcher.contract.records import Outcome
 from launcher.runs import RunState, RunStore
+from launcher.runs.diagnosis import Cause
 
 OUTCOME = Outcome(
     "done",
@@ -47,6 +49,26 @@ def test_a_state_says_what_to_do_next(word: str, command: str) -> None:
     lines = state_text.state_lines(state(word, checkpoints=(100,)))
     assert lines[0].startswith(f"job-1  {word}")
     assert any(command in line for line in lines)
+
+
+def test_a_lost_login_is_asked_for_first() -> None:
+    why = "login: the key alone does not log x at y in, and nobody is asked here (zerun login lab does): denied"
+    lost = state_text.next_steps(state("unknown", why=why))
+    assert lost[0] == "zerun login lab" and lost[1].startswith("zerun status job-1")
+
+
+def test_where_no_rank_started_no_logs_are_named() -> None:
+    setup = Cause("setup_failed", "n1", words="setup: line 2 failed")
+    (told,) = state_text.next_steps(state("failed", ranks=0, cause=setup))
+    assert told.startswith("zerun collect job-1 --checkpoint none") and "attempts/1/logs" in told
+    refused = state_text.next_steps(state("failed", ranks=0, why="it was not submitted: n1: setup: line 2 failed"))
+    assert refused == [told]
+    (told,) = state_text.next_steps(state("cancelled", ranks=0, nodes=()))
+    assert told.startswith("zerun submit JOB")
+    assert state_text.next_steps(state("cancelled", ranks=0, nodes=(), checkpoints=(4,))) == ["zerun resume job-1"]
+    script = state("failed", ranks=0, nodes=(), handle=Handle("slurm", {"job": "7"}))
+    assert state_text.next_steps(script)[0].startswith("zerun collect job-1")
+    assert state_text.next_steps(state("cancelled")) == ["zerun logs job-1"]
 
 
 def test_where_and_why_are_told_without_control_characters() -> None:

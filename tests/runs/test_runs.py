@@ -103,6 +103,11 @@ def test_a_machine_without_power_does_not_keep_a_run_open(tmp_path: Path, backen
     assert told.state == ("failed" if backend == "direct" else "unknown"), told
     if backend == "direct":
         assert "n1" in told.why
+    # It went off after the end, before anybody looked: all was well, or no other's record would say so.
+    well = fold(made, seen(DOWN, ALL_ZERO[0], alive=frozenset(), silent={"n1": "no route to host"}))
+    assert well.state == ("done" if backend == "direct" else "unknown"), well
+    old = fold(made, seen(DOWN, ALL_ZERO[0], stood[1], alive=frozenset()))
+    assert old.state == well.state, old
     # While an agent lives, the run does; without any agent's word nothing is known.
     assert fold(made, seen(RUNNING, *stood, alive=frozenset(["n1"]))).state == "running"
     assert fold(made, seen(RUNNING, *stood, alive=frozenset())).state == "running"

@@ -63,6 +63,17 @@ def test_an_unknown_host_key_is_refused_with_the_command_that_accepts_it(config_
     again.close()
 
 
+@pytest.mark.parametrize("target", ["login", "node[01-02]"])
+def test_discover_refuses_unknown_host_keys_of_machines_as_of_a_login_node(  # type: ignore[no-untyped-def]
+    config_with, target: str
+) -> None:
+    from launcher.app import App
+
+    config = Path(config_with(""))
+    with pytest.raises(Refused, match="its host key is unknown"):
+        App(config.parent).discover_cluster(target, ssh_config=config)
+
+
 def test_a_changed_host_key_is_refused(config_with, testbed: Testbed) -> None:  # type: ignore[no-untyped-def]
     other = (testbed.state / "hostkey.node01.pub").read_text().split()
     transport = FabricTransport(
