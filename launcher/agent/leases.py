@@ -41,6 +41,8 @@ _CHOOSING_S = 10.0
 _SETTLED_S = 1.0  # what the kernel ends together with an agent takes a moment
 _EVERY_BEATS = 32
 _LEASE_BYTES = 64 * 1024
+_MOST_SESSIONS = 256  # so that what is written is no longer than what is read
+_PIDS = 2**31
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in our way must not stop us
 _INFO = re.compile(r"slot-([0-9]{1,6})\.([0-9]{1,10})\.json")
 
@@ -195,9 +197,11 @@ def _look_once(at: int, wish: Wish, foreign: Sequence[Stranger]) -> _Seen:
     left: Dict[Tuple[str, int, int], bool] = {}
     for slot in wish.among:
         handle = _lock(at, slot)
-        holder = _who(_leases(at, slot)) if handle is None else _orphaned(_leases(at, slot), left)
-        if handle is not None:
-            os.close(handle)
+        try:
+            holder = _who(_leases(at, slot)) if handle is None else _orphaned(_leases(at, slot), left)
+        finally:
+            if handle is not None:
+                os.close(handle)
         if holder is not None:
             held.append((slot, holder))
         else:
@@ -331,13 +335,15 @@ def _info_name(slot: int) -> str:
 
 def _write(at: int, lease: Lease, slot: int) -> None:
     """Who holds it. The lock counts, so a name that somebody else took is no reason to stop."""
-    mine = dataclasses.replace(lease, slot=slot)
+    mine = dataclasses.replace(lease, slot=slot, sessions=lease.sessions[:_MOST_SESSIONS])
     beside = f".slot-{slot}.{os.geteuid()}.{os.getpid()}.part"
     with contextlib.suppress(OSError):
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o644, dir_fd=at)
         try:
             os.fchmod(handle, 0o644)
-            os.write(handle, dumps(mine))
+            data = dumps(mine)
+            if os.write(handle, data) != len(data):
+                raise OSError(errno.ENOSPC, "no room for the whole of it")
             os.replace(beside, _info_name(slot), src_dir_fd=at, dst_dir_fd=at)
         except OSError:
             os.unlink(beside, dir_fd=at)
@@ -379,7 +385,7 @@ def _leases(at: int, slot: int) -> List[_Told]:
                 continue
             with contextlib.suppress(OSError, PlainError, ValueError):
                 lease = from_plain(Lease, loads(file.read(_LEASE_BYTES)))
-                if is_safe_name(lease.run):
+                if is_safe_name(lease.run) and 0 < lease.process.pid < _PIDS:
                     # With the name of the user whose file it is, whatever the file says.
                     named = dataclasses.replace(lease, slot=slot, user=user_name(about.st_uid))
                     found.append(_Told(named, about.st_uid, about.st_mtime))

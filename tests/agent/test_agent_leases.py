@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ from launcher.agent.leases import Wish
 from launcher.contract.errors import Busy, Refused
 from launcher.contract.launch import Node
 from launcher.contract.leases import Lease
+from launcher.contract.plain import dumps
+from launcher.contract.records import ProcessId
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 TAKE = """
@@ -213,6 +216,28 @@ def test_no_time_that_another_wrote_stops_anybody(folder: Path, mine: Lease, sin
     info = folder / f"slot-0.{os.geteuid()}.json"
     info.write_text(info.read_text().replace("1700000000.0", since))
     with pytest.raises(Busy, match=r"slot 0 held by (run run-a .* an unknown time|a process that did not)"):
+        leases.take(Wish((0,), 1, False), mine)
+    held.release()
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**63, 10**30])
+def test_no_number_that_another_wrote_stops_anybody(folder: Path, mine: Lease, pid: int, enemy: list[str]) -> None:
+    leases.take(Wish((0,), 1, False), mine).release()
+    theirs = dataclasses.replace(mine, process=ProcessId(pid, pid, ""), attempt=pid, sessions=(ProcessId(pid, 1, ""),))
+    info = folder / "slot-0.65534.json"
+    info.write_bytes(dumps(theirs))
+    os.chown(info, 65534, 65534)
+    held = leases.take(Wish((0,), 1, False), mine)
+    with pytest.raises(Busy, match=rf"slot 0 held by run run-a .*\(pid {os.getpid()}\)"):
+        leases.take(Wish((0,), 1, False), mine)
+    held.release()
+    assert leases.slots({"node": "n1", "among": [0], "count": 1})["free"] == [0]
+
+
+def test_a_job_of_many_sessions_is_still_named(folder: Path, mine: Lease) -> None:
+    many = tuple(ProcessId(100_000 + n, 123_456_789, mine.process.boot) for n in range(3000))
+    held = leases.take(Wish((0,), 1, False), dataclasses.replace(mine, sessions=many))
+    with pytest.raises(Busy, match="slot 0 held by run run-a"):
         leases.take(Wish((0,), 1, False), mine)
     held.release()
 
