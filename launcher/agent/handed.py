@@ -71,9 +71,12 @@ def place(spec: LaunchSpec) -> int:
     marker = marker_of(spec.resume_from or "", foreign.whole_when) if foreign and foreign.whole_when else None
     for name in sorted(names, key=lambda name: name == marker):
         target = Path(run_dir) / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.realpath(target.parent) != str(target.parent) or not is_kept(name):
+        there = target.parent
+        while not os.path.lexists(there):
+            there = there.parent
+        if os.path.realpath(there) != str(there) or not is_kept(name):
             raise Refused(f"{target} is not inside the run's folder: a link is in the way")
+        target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(folder / name, target)
         sync_folder(target.parent)
     shutil.rmtree(base, ignore_errors=True)

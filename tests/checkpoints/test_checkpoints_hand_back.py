@@ -218,4 +218,4 @@ def test_a_link_in_the_way_leads_nowhere(rack: LocalBackend, home: Path, tmp_pat
     (three / "code" / "ck").symlink_to(tmp_path / "outside")
     with pytest.raises(Refused, match="a link is in the way"):
         give(rack, home, ["node03"])
-    assert list((tmp_path / "outside").rglob("*.pt")) == []
+    assert list((tmp_path / "outside").iterdir()) == []
