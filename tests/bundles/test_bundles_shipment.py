@@ -310,7 +310,8 @@ def test_modes_links_and_times_arrive(laptop: Laptop) -> None:
     assert os.readlink(there / "latest") == "part0/0.py" and (there / "folder/1.py").is_file()
     modes = {path.name: path.stat().st_mode & 0o777 for path in (there / "run.sh", there / "big.bin")}
     assert modes == {"run.sh": 0o755, "big.bin": 0o644}
-    assert (there / "big.bin").stat().st_mtime == 0
+    facts = (there / "big.bin").stat()
+    assert facts.st_mtime == 0 and facts.st_atime > time.time() - 600, "or a scratch disk that purges by age takes it"
     (there / "big.bin").write_bytes(b"what a job does to its own files")
     assert laptop.submit()[0].verbs == ["look"], "stays the job's own"
 
