@@ -20,6 +20,13 @@ import os
 print("rank", os.environ["RANK"], "here", flush=True)
 """
 
+WAITS = """\
+import os, sys, time
+while not os.path.exists(os.path.expanduser("~/go")):
+    time.sleep(0.1)
+sys.exit(3)
+"""
+
 
 def _master(site: Site) -> int:
     """The pid of the login that stands open."""
@@ -61,6 +68,7 @@ def test_a_second_factor_is_typed_once(slurm: Site, testbed: Any, tmp_path: Path
 
         run = slurm.zerun("submit", str(job), "--cluster", "guarded").stdout.strip()
         assert slurm.zerun("wait", run).returncode == 0
+        slurm.write("script.py", WAITS)
         going = slurm.zerun("submit", str(job), "--cluster", "guarded").stdout.strip()
         # Four of them share a login that gives two sessions at a time.
         asking = [slurm.start("logs", run) for _ in range(4)]
@@ -74,10 +82,18 @@ def test_a_second_factor_is_typed_once(slurm: Site, testbed: Any, tmp_path: Path
 
         os.kill(_master(slurm), signal.SIGKILL)
         assert "zerun login guarded" in slurm.json("status", going)["why"]
-        for verb in (("logs", run), ("submit", str(job), "--cluster", "guarded")):
+        assert "  next     zerun login guarded\n" in slurm.zerun("status", going).stdout
+        for verb in (("logs", run), ("submit", str(job), "--cluster", "guarded"), ("cancel", going)):
             lost = slurm.zerun(*verb, code=4)
             assert "zerun login guarded" in lost.stderr
         assert _login(slurm, PASSWORD)[0] == 0
+        # The cancel reached nobody: how the run ends is what its ranks do.
+        (testbed.home() / "go").touch()
+        try:
+            assert "exit code 3" in slurm.zerun("wait", going, code=1).stderr
+        finally:
+            (testbed.home() / "go").unlink()
+        assert slurm.json("status", going)["state"] == "failed"
         slurm.zerun("logs", run)
         assert "closed: login" in _login(slurm, more=("--close",))[1]
         slurm.zerun("logs", run, code=4)
