@@ -6,6 +6,7 @@ before would step aside. The file that makes the checkpoint whole goes last.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -69,6 +70,8 @@ def place(spec: LaunchSpec) -> int:
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     foreign = spec.foreign
     marker = marker_of(spec.resume_from or "", foreign.whole_when) if foreign and foreign.whole_when else None
+    if marker in names:
+        _forget(run_dir, marker)
     for name in sorted(names, key=lambda name: name == marker):
         target = Path(run_dir) / name
         there = target.parent
@@ -81,6 +84,15 @@ def place(spec: LaunchSpec) -> int:
         sync_folder(target.parent)
     shutil.rmtree(base, ignore_errors=True)
     return len(names)
+
+
+def _forget(run_dir: str, marker: str) -> None:
+    """Until all is in its place: were this killed, an earlier attempt's mark would call a mixture whole."""
+    path = Path(run_dir) / marker
+    if os.path.realpath(path.parent) == str(path.parent) and is_kept(marker):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            sync_folder(path.parent)
 
 
 def _checked(row: Row) -> Row:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_places import LocalBackend, attempt_at, local_backend, write_record
@@ -181,6 +182,31 @@ def test_what_came_from_a_node_whose_clock_is_ahead_is_not_taken_for_what_was_wr
             (run_dir(place) / NAME / name).write_bytes(data)  # the same name once more, now by other ranks
     give(rack, home, NODES[1:], attempt=3)
     assert held(two) == held(three) == {**WHOLE, "rank-0.pt": b"A" * 5000, "rank-1.pt": b"B" * 5000}
+
+
+def test_what_was_put_back_by_half_is_not_whole_by_an_earlier_mark(
+    rack: LocalBackend, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = rack.places()
+    ran(three, 1, {**dict.fromkeys(WHOLE, b"old"), "DONE": b""})
+    ran(one, 2, {"rank-0.pt": b"0" * 5000, "deep/model.pt": b"m" * 900, "DONE": b"2"})
+    ran(two, 2, {"rank-1.pt": b"1" * 5000})
+    replace_file, whole = os.replace, {**WHOLE, "DONE": b"2"}
+
+    def killed(source: Any, target: Any) -> None:
+        if "node03" in str(target) and str(target).endswith("rank-1.pt"):
+            raise KeyboardInterrupt
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        give(rack, home, NODES[1:], attempt=3)
+    monkeypatch.undo()
+    assert {name: data[:1] for name, data in held(three).items()} == {
+        "rank-0.pt": b"0", "rank-1.pt": b"o", "deep/model.pt": b"m",
+    }  # fmt: skip
+    assert give(rack, home, NODES[1:], attempt=4)[0] is not None
+    assert held(two) == held(three) == whole
 
 
 def test_what_nodes_wrote_differently_under_one_name_is_theirs_and_nobody_elses(rack: LocalBackend, home: Path) -> None:
