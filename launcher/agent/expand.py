@@ -90,14 +90,18 @@ def _is_whole(path: str) -> bool:
             facts = os.fstat(handle)
             if not stat.S_ISREG(facts.st_mode):
                 return False
+            # Scratch disks purge by age, and what a job that queues needs has just become needed again. Said before
+            # it is read: a removal that has just found it old takes it meanwhile, and then it is gone at the end.
+            old = time.time() - facts.st_mtime > _OLD_S
+            if old:
+                with contextlib.suppress(OSError):
+                    os.utime(path)
             for data in iter(lambda: file.read(1 << 20), b""):
                 digest.update(data)
+        if old and os.lstat(path).st_ino != facts.st_ino:
+            return False
     except OSError:
         return False
-    # Scratch disks purge by age, and what a job that queues needs has just become needed again.
-    if time.time() - facts.st_mtime > _OLD_S:
-        with contextlib.suppress(OSError):
-            os.utime(path)
     return os.path.basename(path).partition(".")[0] == digest.hexdigest()
 
 

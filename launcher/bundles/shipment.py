@@ -75,7 +75,6 @@ def keep(code: CodeBundle, runs: Path) -> None:
     """Keeps the contents that are not below ``runs`` yet. The listing is kept like any blob, after them."""
     sweep(str(runs))
     for digest, data in code.contents.items():
-        if is_content(runs, digest):
-            touch(str(content(str(runs), digest)))
-        else:
+        touch(str(content(str(runs), digest)))  # first: what a removal takes meanwhile is not there when it is read
+        if not is_content(runs, digest):
             keep_content(runs, digest, [data])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_bundles_shipment import LIMIT, Laptop
 
+from launcher.agent import expand
 from launcher.bundles import code, code_bundle
 from launcher.contract.errors import Refused, UsageError
 
@@ -112,3 +113,18 @@ def test_equal_names_but_for_case_or_composition_are_different_files(laptop: Lap
     _, bundle, _ = laptop.submit()
     assert json.loads(bundle.data)["files"]
     assert {**names, "a.py": b"a.py", "b.py": b"b.py"} == laptop.laid_out(bundle.name)
+
+
+def test_what_a_removal_takes_during_the_look_is_sent_again(laptop: Laptop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had found it old before it was given a new date."""
+    laptop.submit()
+    path, renew = laptop.path(b"a.py"), os.utime
+    os.utime(path, (1, 1))
+
+    def renewed(file: str, *more: Any) -> None:
+        renew(file, *more)
+        os.unlink(file)
+
+    monkeypatch.setattr(os, "utime", renewed)
+    names = {"blobs": [], "contents": [path.name, laptop.path(b"b.py").name]}
+    assert expand.look({"runs": str(laptop.place), "literal": True, **names})["lacking"] == [path.name]
