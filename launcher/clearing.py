@@ -92,7 +92,8 @@ def look(backend: Backend | None, run: Run, state: RunState, *, remote: bool, lo
 
 def the_rest(run: Run) -> str:
     """What to do about machines that do not answer."""
-    return f"when they answer: zerun rm {run.name} --remote again; never again: zerun rm {run.name} removes it at home"
+    again = f"zerun rm {run.name}"
+    return f"when they answer: {again} --remote once more; if they never do: {again} (what is at home)"
 
 
 def _only_there(backend: Backend, run: Run) -> tuple[int, ...]:

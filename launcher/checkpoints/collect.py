@@ -151,7 +151,7 @@ def _came(got: Collected) -> str:
 
 def _the_rest(asked: Asked, run: str) -> str:
     names = ", ".join(asked.silent)
-    return f"what lies only on {names} lacks; when it answers: zerun collect {run} again, which moves only what lacks"
+    return f"what lies only on {names} is missing; when that answers: zerun collect {run} again (moves only what lacks)"
 
 
 def _with_own(got: Collected, home: Path, name: str, proven: int) -> Collected:

@@ -87,7 +87,8 @@ class Asked:
         if self.silent:
             name, problem = next(iter(self.silent.items()))
             names = ", ".join(self.silent)
-            raise PartialAnswer(f"{done}; {names} did not answer ({name}: {problem.message})", hint=hint)
+            said = problem.message if problem.message.startswith(f"{name}: ") else f"{name}: {problem.message}"
+            raise PartialAnswer(f"{done}; {names} did not answer ({said})", hint=hint)
 
 
 def ask_all(

@@ -35,7 +35,8 @@ def test_a_machine_of_an_earlier_attempt_is_off(rack: Site, testbed: Any) -> Non
         left = rack.zerun("rm", run, "--remote", "--yes", code=8)
         assert "removed on node01, node02" in left.stdout, left.stdout
         assert (
-            "what lies on node03 and at home stays" in left.stderr and f"zerun rm {run} --remote again" in left.stderr
+            "what lies on node03 and at home stays" in left.stderr
+            and f"zerun rm {run} --remote once more" in left.stderr
         )
         assert rack.run_folder(run).is_dir()
     finally:

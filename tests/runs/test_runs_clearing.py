@@ -47,7 +47,7 @@ def test_what_answers_is_cleared_and_home_stays_to_find_the_rest(
     assert not n1.exists() and n2.is_dir() and run.folder.is_dir()
     with pytest.raises(PartialAnswer, match="nothing lies where somebody answers, and n2: no route") as told:
         asked(two, run)
-    assert f"zerun rm {NAME} --remote again" in str(told.value.hint)
+    assert f"zerun rm {NAME} --remote once more" in str(told.value.hint)
     two.down.clear()
     clear(two, asked(two, run))  # type: ignore[arg-type]
     assert not n2.exists() and not run.folder.exists()
