@@ -6,6 +6,7 @@ last: once it is there, so is all that it names.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import zlib
@@ -13,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, Dict, Iterator, List
 
 from ..contract import bundle
-from ..contract.errors import UsageError, VerificationFailed
+from ..contract.errors import NoSpace, UsageError, VerificationFailed
 from ..contract.folder import content
 from ..contract.plain import loads
 
@@ -24,7 +25,7 @@ def receive(source: IO[bytes]) -> Dict[str, Any]:
     """A line of JSON ``{runs, name, bytes, contents: [digest]}``, then gzip of the listing's ``bytes`` bytes and of
     the contents in that order → ``{lacking: [digest]}``: what has to be sent besides; the listing stands when nothing.
 
-    Raises VerificationFailed for bytes that are not what they are called, UsageError.
+    Raises VerificationFailed for bytes that are not what they are called, NoSpace, UsageError.
     """
     head = loads(source.readline(_LONGEST_HEAD))
     runs, name = str(head["runs"]), str(head["name"])
@@ -43,6 +44,10 @@ def receive(source: IO[bytes]) -> Dict[str, Any]:
                 raise VerificationFailed("more arrived of the job's code than was told")
     except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
         raise VerificationFailed(f"the job's code did not arrive whole: {problem}") from problem
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(f"no room for the job's code below {runs}") from problem
+        raise
     lacking = _lacking(runs, sizes)
     if not lacking:
         bundle.publish(runs, os.path.join(runs, ".blobs", name), name[: -len(bundle.SUFFIX)], [data])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from test_bundles_shipment import LIMIT, Laptop
 
 from launcher.agent import expand
 from launcher.bundles import code, code_bundle
-from launcher.contract.errors import Refused, UsageError
+from launcher.contract.errors import NoSpace, Refused, UsageError
 
 
 @pytest.fixture
@@ -128,3 +129,19 @@ def test_what_a_removal_takes_during_the_look_is_sent_again(laptop: Laptop, monk
     monkeypatch.setattr(os, "utime", renewed)
     names = {"blobs": [], "contents": [path.name, laptop.path(b"b.py").name]}
     assert expand.look({"runs": str(laptop.place), "literal": True, **names})["lacking"] == [path.name]
+
+
+def test_a_full_disk_is_named_and_nothing_half_stays(laptop: Laptop) -> None:
+    (laptop.tree / "big.bin").write_bytes(os.urandom(3_000_000))
+    laptop.place.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "small", laptop.place]).returncode:
+        pytest.skip("a full disk needs a tmpfs of our own (root)")
+    try:
+        with pytest.raises(NoSpace, match=f"no room for the job's code below {laptop.place}"):
+            laptop.submit()
+        assert [path for path in laptop.place.rglob("*") if "parts" in path.parts and path.is_file()] == []
+        (laptop.tree / "big.bin").unlink()
+        _, bundle, _ = laptop.submit()
+        assert set(laptop.laid_out(bundle.name)) == {"a.py", "b.py"}
+    finally:
+        subprocess.run(["umount", laptop.place], check=True)
