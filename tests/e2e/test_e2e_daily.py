@@ -59,7 +59,7 @@ def test_a_run_in_pieces_is_taken_up_and_resumed_elsewhere(
     rack.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=2, time="5:00", python="python3", more=""))
     run = rack.zerun("submit", "jobs/p.yaml", "-c", "rack").stdout.strip()
     other = describe_rack(another_laptop(rack, tmp_path), testbed, node_python, testbed.user)
-    assert [s["state"] for s in other.json("ls", "-c", "rack")] == ["running"]
+    assert [s["state"] for s in other.json("ls", "-c", "rack") if s["run"] == run] == ["running"]
     assert "zerun cancel" in other.zerun("rm", run, "--remote", "--yes", code=2).stderr
     other.zerun("cancel", run, code=None)
     assert rack.json("status", run)["state"] == "cancelled"

@@ -8,6 +8,7 @@ AdamW keeps two (an eighth of four kinds).
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ def _limited(more: int) -> Iterator[None]:
 
 def _build(rank: int, world: int, made: Callable[..., nn.Module], size: tuple[int, int], config: EngineConfig) -> str:
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed is given back, not kept for later
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # … by the first engine, for the second one (engine.heap)
     ZeroEngine(partial(made, 1, size[1]), config)  # what libraries load and keep
     factory = partial(made, *size)
     with torch.device("meta"):
