@@ -4,7 +4,6 @@ Every policy starts from the same model object (same seed), AdamW in torch's fus
 What is set beyond a library's defaults, and why:
 
 - DDP: ``gradient_as_bucket_view``, which saves it a copy of the gradients.
-- ``-set``, ours and DDP's: buckets of 4 MB. The last bucket of backward is what nothing hides.
 - FSDP2: every block its own group, the root as it comes (gathered until backward). ``fsdp2-kept`` does not reshard.
 - DeepSpeed twice. ``default``: stage and clipping alone (its clipping is 1.0 where nothing is said). ``set``: stages
   1 and 2 reduce to the owner (``use_multi_rank_bucket_allreduce`` off: 2Ψ instead of 3Ψ); stage 3 without its limits
@@ -40,7 +39,6 @@ MICRO_BATCH = 4
 SEED = 17
 CLIP, LR, BETAS, EPS = 1.0, 3e-4, (0.9, 0.95), 1e-8
 BUCKET_BYTES = 25_000_000
-SMALL_BUCKET_BYTES = 4_000_000
 SIZES = {
     "tiny": GPTConfig(layers=2, hidden=32, heads=2, seq_len=16),
     "11M": GPTConfig(layers=6, hidden=384, heads=6, seq_len=64),
@@ -107,14 +105,10 @@ def _alone(model: gpt.GPT) -> Training:
     return _plain(model)
 
 
-def _ddp(bucket_bytes: int | None = None) -> Callable[[gpt.GPT], Training]:
-    def build(model: gpt.GPT) -> Training:
-        from torch.nn.parallel import DistributedDataParallel
+def _ddp(model: gpt.GPT) -> Training:
+    from torch.nn.parallel import DistributedDataParallel
 
-        cap = None if bucket_bytes is None else bucket_bytes / 2**20  # None: 25, and a first one of 1
-        return _plain(DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap))
-
-    return build
+    return _plain(DistributedDataParallel(model, gradient_as_bucket_view=True))
 
 
 def _fsdp2(reshard: bool) -> Callable[[gpt.GPT], Training]:
@@ -217,9 +211,7 @@ POLICIES: dict[str, Callable[[gpt.GPT], Training]] = {
     **{f"zero{stage}": _zero(stage) for stage in range(4)},
     "zero0-native": _zero(0, reduce_with="native"),
     **{f"zero{stage}-waits": _zero(stage, overlap_gather=False) for stage in (1, 2)},
-    "ddp": _ddp(),
-    **{f"zero{stage}-set": _zero(stage, bucket_bytes=SMALL_BUCKET_BYTES) for stage in (1, 2, 3)},
-    "ddp-set": _ddp(SMALL_BUCKET_BYTES),
+    "ddp": _ddp,
     "fsdp2": _fsdp2(True),
     "fsdp2-kept": _fsdp2(False),
     "zero3-trims": _trimming(_zero(3)),

@@ -3,7 +3,7 @@
 :class:`Comm` is what the engine needs of a group of ranks: gather a flat range in place, sum one over
 ranks, and a few small messages. Two implementations, chosen by the backend of the process group:
 
-- :class:`PeerComm` (gloo): gathers by point-to-point messages straight into place; sums by sending
+- :class:`PeerComm` (gloo): gathers by messages from rank to rank straight into place; sums by sending
   each rank its part and adding the parts **in rank order**. gloo's own reduce_scatter is a clone plus an
   all-reduce, twice the bytes, and its sum depends on an element's place in the ring; ours does not, so
   ZeRO stages, bucket sizes and overlap give equal bits.
@@ -17,7 +17,7 @@ Object collectives are banned: bytes travel as uint8 tensors, JSON inside them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -224,7 +224,11 @@ class _Base:
 
 
 class PeerComm(_Base):
-    """Point-to-point messages into place, sums in rank order."""
+    """Messages from rank to rank into place, sums in rank order. ``passing``: of tensors that are to go soon after."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, passing: bool = False) -> None:
+        super().__init__(group)
+        self._in_one = self.size == 2 and not passing
 
     def gather(self, flat: Tensor, what: str) -> Pending:
         handles: list[tuple[Any, int]] = []
@@ -232,10 +236,8 @@ class PeerComm(_Base):
             self._count(flat)
             own = self._part(flat, self.rank)
             try:
-                for distance in range(1, self.size):
-                    to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-                    handles.append((self._send(own, to, GATHER_TAG), to))
-                    handles.append((self._receive(self._part(flat, source), source, GATHER_TAG), source))
+                for to, source in self._rounds():
+                    handles += self._trade(own, to, self._part(flat, source), source, GATHER_TAG)
             except RuntimeError as error:
                 raise self.failed(what, to, error) from error
         return _Waiting(self, what, handles)
@@ -248,10 +250,8 @@ class PeerComm(_Base):
         if self.size > 1:
             self._count(flat)
             try:
-                for distance in range(1, self.size):
-                    to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-                    handles.append((self._send(self._part(flat, to), to, REDUCE_TAG), to))
-                    handles.append((self._receive(rows[source], source, REDUCE_TAG), source))
+                for to, source in self._rounds():
+                    handles += self._trade(self._part(flat, to), to, rows[source], source, REDUCE_TAG)
             except RuntimeError as error:
                 raise self.failed(what, to, error) from error
         pending = _Sum(self, what, handles)
@@ -266,11 +266,22 @@ class PeerComm(_Base):
             self.reduce(flat, own, flat.new_empty(flat.numel() - own.numel()), what).wait()
         return self.gather(flat, what)
 
-    def _send(self, value: Tensor, to: int, tag: int) -> Any:
-        return dist.isend(value, self._global[to], group=self.group, tag=tag)
+    def _rounds(self) -> Iterator[tuple[int, int]]:
+        """To whom this rank sends, and from whom it receives, in the order of distances."""
+        for distance in range(1, self.size):
+            yield (self.rank + distance) % self.size, (self.rank - distance) % self.size
 
-    def _receive(self, value: Tensor, source: int, tag: int) -> Any:
-        return dist.irecv(value, self._global[source], group=self.group, tag=tag)
+    def _trade(self, sent: Tensor, to: int, received: Tensor, source: int, tag: int) -> list[tuple[Any, int]]:
+        if self._in_one:
+            # A thread of gloo sends and receives. A message of its own would be written by whoever posts it, here in
+            # the middle of backward, after the thread has let go of what it reads. It keeps both tensors a bit longer.
+            counts = [0, sent.numel()] if to else [sent.numel(), 0]
+            work = dist.all_to_all_single(received, sent, counts, counts, group=self.group, async_op=True)
+            return [(work, to)]
+        return [
+            (dist.isend(sent, self._global[to], group=self.group, tag=tag), to),
+            (dist.irecv(received, self._global[source], group=self.group, tag=tag), source),
+        ]
 
 
 def _all_gather() -> Any:
@@ -319,9 +330,10 @@ class NativeComm(_Base):
         return self.library_sum(flat, what)
 
 
-def connect(group: dist.ProcessGroup | None = None) -> Comm:
-    """The way to communicate that suits the backend of ``group`` (default: all ranks)."""
-    return PeerComm(group) if dist.get_backend(group) == "gloo" else NativeComm(group)
+def connect(group: dist.ProcessGroup | None = None, *, passing: bool = False) -> Comm:
+    """The way to communicate that suits the backend of ``group`` (default: all ranks). ``passing``: what is sent are
+    activations, not buffers that last."""
+    return PeerComm(group, passing=passing) if dist.get_backend(group) == "gloo" else NativeComm(group)
 
 
 class Alone:

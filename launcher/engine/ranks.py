@@ -54,7 +54,7 @@ class Ranks:
         topology = checked_topology((world.size,), tensor, replicas)
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
 
-        def group(of: Callable[[int], range]) -> Comm:
+        def group(of: Callable[[int], range], *, passing: bool = False) -> Comm:
             """Every rank makes every such group; use_local_synchronization would spare the others the call, and cost
             a deadlock where orders differ."""
             made = {}
@@ -62,9 +62,9 @@ class Ranks:
                 members = of(rank)
                 if members[0] == rank:
                     made[rank] = dist.new_group(list(members), timeout=timeout)
-            return connect(made[of(world.rank)[0]])
+            return connect(made[of(world.rank)[0]], passing=passing)
 
-        own_tensor = group(topology.tensor_group) if tensor > 1 else Alone()
+        own_tensor = group(topology.tensor_group, passing=True) if tensor > 1 else Alone()
         data = group(topology.data_group) if tensor > 1 else world
         if replicas == 1:
             return cls(world, data, own_tensor)
