@@ -25,7 +25,7 @@ from launcher.contract.train import SGD, AdamW, Zero
 from launcher.engine import EngineConfig, ZeroEngine
 
 SHARE = 0.6  # of the whole weights, above what stood before
-SMALL, LARGE = (24, 512), (32, 768)  # blocks, width: what ranks keep beside their state does not shrink with a model
+SMALL, LARGE = (96, 512), (32, 768)  # blocks, width: what ranks keep beside their state does not shrink with a model
 
 
 class Model(nn.Module):
