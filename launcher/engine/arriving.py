@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from .flat import FlatUnit
 
@@ -30,18 +29,16 @@ class Arriving:
         self._units = units
         self._under_way = False
         together = [flat for flat in units if not flat.unit.modules]
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._before(together), prepend=True),
-            module.register_forward_hook(self._after_model, always_call=True),
-            module.register_state_dict_pre_hook(self._after_model),  # type: ignore[no-untyped-call]
-        ]
+        module.register_forward_pre_hook(self._before(together), prepend=True)
+        module.register_forward_hook(self._after_model, always_call=True)
+        module.register_state_dict_pre_hook(self._after_model)  # type: ignore[no-untyped-call]
         for flat in units:
             for name in flat.unit.modules:
-                self._handles.append(module.get_submodule(name).register_forward_pre_hook(self._before([flat])))
+                module.get_submodule(name).register_forward_pre_hook(self._before([flat]))
         shared = {id(tensor) for flat in together for tensor in flat.tensors}
         for member in module.modules():  # a module may be called without the model's own forward
             if member is not module and any(id(p) in shared for p in member._parameters.values()):
-                self._handles.append(member.register_forward_pre_hook(self._before(together)))
+                member.register_forward_pre_hook(self._before(together))
 
     def begin(self) -> None:
         """Some units are on their way."""
@@ -52,10 +49,6 @@ class Arriving:
         if self._under_way:
             _wait(self._units)
             self._under_way = False
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _before(self, needed: Sequence[FlatUnit]) -> Any:
         def hook(*_: Any) -> None:
