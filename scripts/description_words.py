@@ -219,6 +219,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Zero.replicas": ("1 or more, `nodes`", "partition inside each of so many groups of neighbouring ranks, and copy across them; `nodes`: a group a node"),
     "Zero.reduce_with": ("`ordered` `native`", "how gradients are summed: rank by rank, or at stage 0 by the library's own all-reduce"),
     "Zero.overlap_gather": ("`true` `false`", "stages 1 and 2: updated parameters arrive while the next forward runs, which is faster; whoever reads them by hand between a step and a forward must ask the engine first. Left out: where the model's class says `zero_read_by_forward = True`, as the GPT does"),
+    "Zero.same_host": ("`read` `send`", "on CPU, where all ranks of a group are on one host: each copies what it needs out of the others' memory, if the system allows that, or receives it through sockets"),
     "Units.class": ("a class name, or a list", "modules of these classes, the outermost ones"),
     "Units.names": ("a pattern, or a list", "modules whose names match (`layers.*.mlp`), the outermost ones"),
     "Units.size": ("bytes", "neighbouring modules up to so many bytes of parameters; larger blocks are divided"),

@@ -129,7 +129,7 @@ def _partitioned_by(train: TrainConfig) -> TrainConfig:
     """With what no partition depends on, or what it is computed from here, left out; a key that is newer counts."""
     zero = replace(
         train.zero, stage=3, bucket_bytes=1, gradient_dtype="", reduce_every=None, reshard="", prefetch=0, replicas=1,
-        reduce_with="",
+        reduce_with="", overlap_gather=None, same_host="",
     )  # fmt: skip
     return replace(
         train, zero=zero, optimizer=AdamW(0.0), batch=Batch(1, 1), steps=0, data=Data(), seed=0,

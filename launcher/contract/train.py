@@ -59,6 +59,7 @@ class Zero:
     replicas: int = 1  # groups of data-parallel ranks that each hold everything once, partitioned inside
     reduce_with: str = "ordered"  # ordered | native: at stage 0, the library's own all-reduce
     overlap_gather: Optional[bool] = None  # stages 1, 2: parameters arrive in the next forward; None: the model says
+    same_host: str = "read"  # read | send: on CPU, ranks of one host read each other's memory, or send by sockets
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Union
 from ..contract.errors import UsageError
 from ..contract.plain import PlainError, from_plain
 from ..contract.train import SGD, AdamW, TrainConfig, Zero
+from .comm.choose import READ, SEND
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 RESHARD = ("keep_last", "after_forward", "keep")
@@ -116,6 +117,8 @@ def _check_sums(config: EngineConfig) -> None:
         raise UsageError(f"zero.replicas is {zero.replicas}; at least 1 is needed")
     if zero.reduce_with not in ("ordered", "native"):
         raise UsageError(f"zero.reduce_with is {zero.reduce_with!r}; accepted are ordered and native")
+    if zero.same_host not in (READ, SEND):
+        raise UsageError(f"zero.same_host is {zero.same_host!r}; accepted are {READ} and {SEND}")
     if zero.reduce_with == "native" and (zero.stage or zero.replicas > 1 or config.reduces_every_micro_step):
         raise UsageError(
             "zero.reduce_with: native is the library's all-reduce of whole gradients over all ranks",

@@ -63,7 +63,10 @@ class Trainer:
         self.first_steps = FirstSteps(place.device)
         self.batches: Batches = make_batches(config, self.run_dir)
         self.loss: Loss = make_loss(config)
-        ranks = Ranks.connect(config.tensor, replicas=config.zero.replicas, timeout_s=place.timeout_s)
+        zero = config.zero
+        ranks = Ranks.connect(
+            config.tensor, replicas=zero.replicas, timeout_s=place.timeout_s, same_host=zero.same_host
+        )
         self.policy: Policy = wrap(lambda: make_model(config, ranks.tensor), config, place.device, ranks)
         self.world = ranks.world
         self.comm = self.policy.comm

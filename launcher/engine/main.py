@@ -25,6 +25,7 @@ from ..contract.launch import LaunchSpec
 from ..contract.plain import PlainError, from_plain
 from ..contract.records import Outcome
 from .comm import Alone, Comm, connect, gather_bytes
+from .comm.choose import SEND
 from .data import file_digest
 from .loop import Trainer, say, write_outcome
 from .place import Place, meet
@@ -81,7 +82,7 @@ def run(run_dir: Path, attempt: int) -> Outcome:
         sys.path.append(code)  # behind everything: nothing of the user's hides torch or ours
     place = Place.of(spec, os.environ)
     meet(place, os.environ)
-    comm = connect() if dist.is_initialized() else Alone()
+    comm = connect(same_host=SEND) if dist.is_initialized() else Alone()
     if spec.train.data.text:
         _make_text(spec.train.data.text, spec, place, comm)
     outcome = Trainer(spec, spec.train, place).train()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..contract.errors import UsageError
 from ..contract.topology import Topology
 from .comm import Alone, Comm, connect
+from .comm.choose import READ, SEND
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class Ranks:
         return self.tensor.size
 
     @classmethod
-    def connect(cls, tensor: int = 1, *, replicas: int = 1, timeout_s: float | None = None) -> Ranks:
-        """The groups of the default process group (of one rank alone where there is none).
+    def connect(
+        cls, tensor: int = 1, *, replicas: int = 1, timeout_s: float | None = None, same_host: str = READ
+    ) -> Ranks:
+        """The groups of the default process group (of one rank alone where there is none). ``same_host``: see
+        :func:`comm.connect`.
 
         Raises :class:`UsageError` where ``tensor`` does not divide the world size, or ``replicas`` what is left of it.
         """
@@ -50,7 +54,8 @@ class Ranks:
                     raise UsageError(f"{name}: {wanted} needs as many ranks; there is one")
             alone = Alone()
             return cls(alone, alone, Alone())
-        world = connect()
+        partitioned = tensor == replicas == 1  # over all ranks, which otherwise agree on small things alone
+        world = connect(same_host=same_host if partitioned else SEND)
         topology = checked_topology((world.size,), tensor, replicas)
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
 
@@ -62,7 +67,7 @@ class Ranks:
                 members = of(rank)
                 if members[0] == rank:
                     made[rank] = dist.new_group(list(members), timeout=timeout)
-            return connect(made[of(world.rank)[0]], passing=passing)
+            return connect(made[of(world.rank)[0]], passing=passing, same_host=same_host)
 
         own_tensor = group(topology.tensor_group, passing=True) if tensor > 1 else Alone()
         data = group(topology.data_group) if tensor > 1 else world

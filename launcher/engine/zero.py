@@ -94,7 +94,10 @@ class ZeroEngine:
         self.config = EngineConfig.of(config)
         chosen = Chosen(self.config.optimizer, optimizer)
         replicas = self.config.zero.replicas
-        self.ranks = ranks or (Ranks.of_data(comm) if comm is not None else Ranks.connect(replicas=replicas))
+        same_host = self.config.zero.same_host
+        self.ranks = ranks or (
+            Ranks.of_data(comm) if comm is not None else Ranks.connect(replicas=replicas, same_host=same_host)
+        )
         if isinstance(config, TrainConfig) and config.tensor != self.ranks.degree:
             raise UsageError(
                 f"parallel.tensor is {config.tensor}, but the ranks were connected at degree {self.ranks.degree}",

@@ -29,6 +29,7 @@ def zero_of(zero: Zero, nodes: int) -> train.Zero:
         replicas=nodes if zero.replicas == "nodes" else zero.replicas,
         reduce_with=zero.reduce_with,
         overlap_gather=zero.overlap_gather if zero.stage in (1, 2) else None,
+        same_host=zero.same_host,
     )
 
 

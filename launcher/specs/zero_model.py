@@ -74,6 +74,7 @@ class Zero(Description):
     replicas: Annotated[int | Literal["nodes"], BeforeValidator(_replicas)] = 1
     reduce_with: Annotated[Literal["ordered", "native"], choice("ordered", "native")] = "ordered"
     overlap_gather: Flag | None = None
+    same_host: Annotated[Literal["read", "send"], choice("read", "send")] = "read"
 
     @classmethod
     def mistakes(cls, given: Mapping[str, Any]) -> Iterator[Mistake]:

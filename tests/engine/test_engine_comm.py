@@ -11,12 +11,23 @@ import torch
 import torch.distributed as dist
 from engine_ranks import outcomes, run_ranks
 
-from launcher.engine import absent
-from launcher.engine.comm import CommError, NativeComm, PeerComm, barrier, connect, gather_bytes, sum_rows
+from launcher.engine.comm import (
+    CommError,
+    HostComm,
+    NativeComm,
+    PeerComm,
+    absent,
+    barrier,
+    connect,
+    gather_bytes,
+    sum_rows,
+)
 
 
 def _sums(rank: int, world: int, kind: str) -> None:
-    comm = PeerComm() if kind == "peer" else NativeComm()
+    comm = {"host": connect, "peer": PeerComm, "native": NativeComm}[kind]()
+    assert isinstance(comm, HostComm) == (kind == "host")
+    ordered_sums = kind != "native"
     width = 37
     everyone = [torch.randn(world * width, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     ordered = everyone[0].clone()
@@ -28,11 +39,11 @@ def _sums(rank: int, world: int, kind: str) -> None:
         out = torch.full((width,), 0.5)
         comm.reduce(everyone[rank].clone(), out, scratch, "a sum", add=add).wait()
         expected = ordered[part] + 0.5 if add else ordered[part]
-        if kind == "peer":
+        if ordered_sums:
             assert torch.equal(out, expected), "sums must be in rank order, to the bit"
         else:
             torch.testing.assert_close(out, expected)
-    if kind == "peer":  # into its own place
+    if ordered_sums:  # into its own place
         flat = everyone[rank].clone()
         comm.reduce(flat, flat[part], scratch, "a sum in place").wait()
         assert torch.equal(flat[part], ordered[part])
@@ -40,12 +51,12 @@ def _sums(rank: int, world: int, kind: str) -> None:
     gathered[part] = ordered[part]
     comm.gather(gathered, "a gather").wait()
     assert torch.equal(gathered, ordered)
-    count = 4 if kind == "peer" else 3
+    count = 4 if ordered_sums else 3
     assert comm.traffic.volume_elements == count * world * width
     assert comm.traffic.sent_bytes == count * (world - 1) * width * 4
 
 
-@pytest.mark.parametrize("kind", ["peer", "native"])
+@pytest.mark.parametrize("kind", ["host", "peer", "native"])
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.filterwarnings("ignore")
 def test_reduce_and_gather(world: int, kind: str) -> None:

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher.engine import ending
+from launcher.engine.comm import ending
 
 # One import of torch, then a fork a try: each child speaks, and goes as any script goes. Its gloo threads are slow to
 # let go: they have the one core only when nobody else wants it, and the interpreter only when it is given up.
 TRIES = """
 import atexit, json, os, resource, sys, tempfile
 import torch, torch.distributed as dist
-from launcher.engine import comm, ending
+from launcher.engine import comm
+from launcher.engine.comm import ending
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -66,7 +67,7 @@ main()
 def test_the_interpreter_goes_when_gloo_has_let_go(tmp_path: Path) -> None:
     script = tmp_path / "tries.py"
     script.write_text(TRIES)
-    root = str(Path(ending.__file__).parents[2])
+    root = str(Path(ending.__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)],
         env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},

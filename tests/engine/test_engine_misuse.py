@@ -12,8 +12,8 @@ import torch.distributed as dist
 from engine_ranks import outcomes
 from torch import Tensor, nn
 
-from launcher.engine import ZeroEngine, absent
-from launcher.engine.comm import connect
+from launcher.engine import ZeroEngine
+from launcher.engine.comm import absent, connect
 
 
 def _engine(stage: int, accumulation: int = 1) -> ZeroEngine:

@@ -1,13 +1,4 @@
-"""The one place where collectives live.
-
-:class:`Comm` is what the engine needs of a group of ranks: gather a flat range in place, sum one over
-ranks, and a few small messages. Two implementations, chosen by the backend of the process group:
-
-- :class:`PeerComm` (gloo): gathers by messages from rank to rank straight into place; sums by sending
-  each rank its part and adding the parts **in rank order**. gloo's own reduce_scatter is a clone plus an
-  all-reduce, twice the bytes, and its sum depends on an element's place in the ring; ours does not, so
-  ZeRO stages, bucket sizes and overlap give equal bits.
-- :class:`NativeComm` (NCCL and others): the library's collectives; bits are the library's.
+"""What the engine needs of a group of ranks, and what every way to communicate shares.
 
 Everything is counted here. ``volume_elements`` counts whole messages, as the ZeRO paper does;
 ``sent_bytes`` what leaves this rank; small messages (norms, digests, agreements) are apart.
@@ -17,7 +8,7 @@ Object collectives are banned: bytes travel as uint8 tensors, JSON inside them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..contract.errors import JobFailed
+from ...contract.errors import JobFailed
 from .absent import absent
 from .ending import rest_before_exit
-
-GATHER_TAG, REDUCE_TAG, EXCHANGE_TAG = 101, 102, 103
 
 
 class CommError(JobFailed):
@@ -85,10 +74,10 @@ class Comm(Protocol):
         """Overwrites ``value`` by that of rank ``source``."""
 
 
-class _Waiting:
+class Waiting:
     """Handles of one message, with what has to happen once they are done; both dropped after."""
 
-    def __init__(self, comm: _Base, what: str, handles: list[tuple[Any, int]]) -> None:
+    def __init__(self, comm: Base, what: str, handles: list[tuple[Any, int]]) -> None:
         self._comm, self._what, self._handles = comm, what, handles
 
     def wait(self) -> None:
@@ -106,25 +95,6 @@ class _Waiting:
 
     def _finish(self) -> None:
         """What is left to do with the bytes that arrived."""
-
-
-class _Sum(_Waiting):
-    """Adds the rows in rank order, which makes the sum independent of everything but the ranks."""
-
-    rows: list[Tensor]
-    out: Tensor
-    spare: Tensor
-    add: bool
-
-    def _finish(self) -> None:
-        rows, out = self.rows, self.out
-        if self.add:
-            spare = self.spare if self.spare.dtype == out.dtype else torch.empty_like(out)
-            sum_rows(rows, spare)
-            out.add_(spare)
-        else:
-            sum_rows(rows, out)
-        self.rows = []
 
 
 def sum_rows(rows: Sequence[Tensor], out: Tensor) -> None:
@@ -148,7 +118,7 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor) -> None:
     torch.add(total, rows[-1], out=out)
 
 
-class _Base:
+class Base:
     """What both kinds share: counting, small messages, errors that name the missing rank."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -159,6 +129,10 @@ class _Base:
         self.traffic = Traffic()
         self._last_small: tuple[Tensor, Tensor] | None = None
         self._global = [dist.get_global_rank(group, i) if group else i for i in range(self.size)]
+
+    def name(self, rank: int) -> int:
+        """The number among all ranks of the group's ``rank``."""
+        return self._global[rank]
 
     def failed(self, what: str, peer: int, error: BaseException) -> CommError:
         silent = absent(self._global, self._global[self.rank], what)
@@ -182,10 +156,10 @@ class _Base:
 
     def library_sum(self, flat: Tensor, what: str) -> Pending:
         if self.size == 1:
-            return _Waiting(self, what, [])
+            return Waiting(self, what, [])
         self._count(flat)
         self._count(flat)  # a sum and a gather in one
-        return _Waiting(self, what, [(dist.all_reduce(flat, group=self.group, async_op=True), -1)])
+        return Waiting(self, what, [(dist.all_reduce(flat, group=self.group, async_op=True), -1)])
 
     def exchange(self, send: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Tensor:
         if self.size == 1:
@@ -206,7 +180,7 @@ class _Base:
         # Kept until the next: a thread of gloo lets go of them some time after, which would show in a step's peak.
         self._last_small = value, everyone
         # Into one tensor: a list would be a view a rank.
-        self._blocking(what, lambda: _all_gather()(everyone, value.unsqueeze(0), group=self.group))
+        self._blocking(what, lambda: all_gather_call()(everyone, value.unsqueeze(0), group=self.group))
         return everyone
 
     def broadcast(self, value: Tensor, source: int, what: str) -> None:
@@ -223,117 +197,9 @@ class _Base:
         self.traffic.waited_s += time.perf_counter() - started
 
 
-class PeerComm(_Base):
-    """Messages from rank to rank into place, sums in rank order. ``passing``: of tensors that are to go soon after."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None, *, passing: bool = False) -> None:
-        super().__init__(group)
-        self._in_one = self.size == 2 and not passing
-
-    def gather(self, flat: Tensor, what: str) -> Pending:
-        handles: list[tuple[Any, int]] = []
-        if self.size > 1:
-            self._count(flat)
-            own = self._part(flat, self.rank)
-            try:
-                for to, source in self._rounds():
-                    handles += self._trade(own, to, self._part(flat, source), source, GATHER_TAG)
-            except RuntimeError as error:
-                raise self.failed(what, to, error) from error
-        return _Waiting(self, what, handles)
-
-    def reduce(self, flat: Tensor, out: Tensor, scratch: Tensor, what: str, *, add: bool = False) -> Pending:
-        handles: list[tuple[Any, int]] = []
-        width = flat.numel() // self.size
-        rows = list(torch.split(scratch, width)) if self.size > 1 else []
-        rows.insert(self.rank, self._part(flat, self.rank))
-        if self.size > 1:
-            self._count(flat)
-            try:
-                for to, source in self._rounds():
-                    handles += self._trade(self._part(flat, to), to, rows[source], source, REDUCE_TAG)
-            except RuntimeError as error:
-                raise self.failed(what, to, error) from error
-        pending = _Sum(self, what, handles)
-        pending.rows, pending.out, pending.spare, pending.add = rows, out, rows[self.rank], add
-        if self.size == 1:
-            pending._finish()
-        return pending
-
-    def all_reduce(self, flat: Tensor, what: str) -> Pending:
-        if self.size > 1:
-            own = self._part(flat, self.rank)
-            self.reduce(flat, own, flat.new_empty(flat.numel() - own.numel()), what).wait()
-        return self.gather(flat, what)
-
-    def _rounds(self) -> Iterator[tuple[int, int]]:
-        """To whom this rank sends, and from whom it receives, in the order of distances."""
-        for distance in range(1, self.size):
-            yield (self.rank + distance) % self.size, (self.rank - distance) % self.size
-
-    def _trade(self, sent: Tensor, to: int, received: Tensor, source: int, tag: int) -> list[tuple[Any, int]]:
-        if self._in_one:
-            # A thread of gloo sends and receives. A message of its own would be written by whoever posts it, here in
-            # the middle of backward, after the thread has let go of what it reads. It keeps both tensors a bit longer.
-            counts = [0, sent.numel()] if to else [sent.numel(), 0]
-            work = dist.all_to_all_single(received, sent, counts, counts, group=self.group, async_op=True)
-            return [(work, to)]
-        return [
-            (dist.isend(sent, self._global[to], group=self.group, tag=tag), to),
-            (dist.irecv(received, self._global[source], group=self.group, tag=tag), source),
-        ]
-
-
-def _all_gather() -> Any:
+def all_gather_call() -> Any:
     """Of equal tensors into one; torch renames it."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class _Added(_Waiting):
-    out: Tensor
-    summed: Tensor | None = None
-
-    def _finish(self) -> None:
-        if self.summed is not None:
-            self.out.add_(self.summed)
-            self.summed = None
-
-
-class NativeComm(_Base):
-    """The library's own collectives, asynchronous, in place where it can."""
-
-    def gather(self, flat: Tensor, what: str) -> Pending:
-        if self.size == 1:
-            return _Waiting(self, what, [])
-        self._count(flat)
-        work = _all_gather()(flat, self._part(flat, self.rank), group=self.group, async_op=True)
-        return _Waiting(self, what, [(work, -1)])
-
-    def reduce(self, flat: Tensor, out: Tensor, scratch: Tensor, what: str, *, add: bool = False) -> Pending:
-        pending = _Added(self, what, [])
-        pending.out = out
-        if flat.dtype != out.dtype:  # the library adds in the message's precision
-            flat, scratch = flat.to(out.dtype), torch.empty_like(out)
-        target = scratch[: out.numel()] if add else out
-        if self.size == 1:
-            sum_rows([flat], target)
-            pending.summed = target if add else None
-            pending._finish()
-            return pending
-        self._count(flat)
-        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        pending._handles = [(call(target, flat, group=self.group, async_op=True), -1)]
-        pending.summed = target if add else None
-        return pending
-
-    def all_reduce(self, flat: Tensor, what: str) -> Pending:
-        return self.library_sum(flat, what)
-
-
-def connect(group: dist.ProcessGroup | None = None, *, passing: bool = False) -> Comm:
-    """The way to communicate that suits the backend of ``group`` (default: all ranks). ``passing``: what is sent are
-    activations, not buffers that last."""
-    return PeerComm(group, passing=passing) if dist.get_backend(group) == "gloo" else NativeComm(group)
 
 
 class Alone:
