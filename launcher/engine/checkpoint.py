@@ -114,6 +114,7 @@ def draft(engine: ZeroEngine, step: int, about: About) -> Manifest:
             "optimizer_scalars": engine.optimizer.scalars(),
             "loss_scale": engine.loss_scale.value,
             "loss_scale_good_steps": engine.loss_scale.good_steps,
+            "skipped": engine.skipped,
         },
         buffers=tuple(name for name, _ in persistent_buffers(engine.model)),
         model=about.model,
@@ -142,15 +143,15 @@ def publish(engine: ZeroEngine, target: Path, manifest: Manifest, about: About, 
 
 
 def entries_of(engine: ZeroEngine) -> list[shardfile.Entry]:
-    """What this rank's shard holds, as views of what it owns."""
+    """What this rank's shard holds, as views of what it owns: nothing is copied here."""
     entries = []
     for flat in engine.units:
         if not flat.unit.split and engine.ranks.tensor.rank:
             continue  # equal on all tensor ranks: the first one saves it
         numel = (flat.unit.shard_numel,)
-        # Frozen 16-bit parameters have no master: what is stored is what a master would be.
-        own = tuple(t.to(flat.state_dtype) for t in flat.own_parameters())
-        entries.append(shardfile.Entry(f"{flat.unit.name}/{PARAMETERS}", own, numel))
+        # Frozen 16-bit parameters have no master: what is stored is what a master would be, made while it is written.
+        own = tuple(flat.own_parameters())
+        entries.append(shardfile.Entry(f"{flat.unit.name}/{PARAMETERS}", own, numel, flat.state_dtype))
         for index, name in enumerate(engine.optimizer.moments if flat.moments else ()):
             entries.append(shardfile.Entry(f"{flat.unit.name}/{name}", tuple(flat.own_moments(index)), numel))
     if engine.ranks.world.rank == 0:
@@ -235,6 +236,7 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
     if engine.loss_scale.adapts and manifest.scalars.get("loss_scale", 1.0) != 1.0:
         engine.loss_scale.value = float(manifest.scalars["loss_scale"])
         engine.loss_scale.good_steps = int(manifest.scalars["loss_scale_good_steps"])
+    engine.skipped = int(manifest.scalars.get("skipped", 0))
     settle(engine)
     barrier(engine.ranks.world, "checkpoint loaded", engine.device)
     return manifest

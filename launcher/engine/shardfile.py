@@ -53,19 +53,21 @@ def tag_of(dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A named tensor of the file; its elements come as consecutive ``runs``."""
+    """A named tensor of the file; its elements come as consecutive ``runs``, stored ``as_dtype`` if that is given."""
 
     name: str
     runs: tuple[Tensor, ...]
     shape: tuple[int, ...]
+    as_dtype: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.runs[0].dtype
+        """As it stands in the file."""
+        return self.as_dtype or self.runs[0].dtype
 
     @property
     def bytes(self) -> int:
-        return sum(r.numel() * r.element_size() for r in self.runs)
+        return sum(r.numel() for r in self.runs) * self.dtype.itemsize
 
 
 def write(path: Path, entries: Sequence[Entry], *, rank: int, node: str) -> ShardFile:
@@ -101,13 +103,26 @@ def _stream(entries: Sequence[Entry]) -> Iterator[Any]:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
+    widest = max((_width(run, e) for e in entries for run in e.runs if not _as_it_is(run, e)), default=0)
+    through = torch.empty(min(BLOCK_BYTES, widest), dtype=torch.uint8)  # one for all: never two at a time
     for entry in entries:
         for run in entry.runs:
-            step = max(1, BLOCK_BYTES // run.element_size())
             flat = run.detach().reshape(-1)
+            step = max(1, BLOCK_BYTES // entry.dtype.itemsize)
             for start in range(0, flat.numel(), step):
-                piece = flat[start : start + step].cpu().contiguous()
-                yield as_bytes(piece)
+                piece = flat[start : start + step]
+                if not _as_it_is(run, entry):
+                    piece = through[: _width(piece, entry)].view(entry.dtype).copy_(piece)
+                yield as_bytes(piece)  # used before the next one is asked for
+
+
+def _as_it_is(run: Tensor, entry: Entry) -> bool:
+    """Whether memory is what the file holds; else (another dtype, a GPU) it goes through host memory by the block."""
+    return run.dtype == entry.dtype and run.device.type == "cpu"
+
+
+def _width(run: Tensor, entry: Entry) -> int:
+    return run.numel() * entry.dtype.itemsize
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
