@@ -216,6 +216,7 @@ def _step(engine: Any, tokens: Any) -> tuple[float, dict[str, Any]]:
     loss = engine.model(tokens[:, :-1], tokens[:, 1:])
     engine.backward(loss)
     engine.step()
+    engine.finish_gathering()  # what stage 2 leaves under way for the next step is this step's
     seconds = time.perf_counter() - began
     traffic = engine.comm.traffic
     kept = [] if engine.gathering is None else engine.gathering.kept

@@ -78,6 +78,9 @@ class Topology:
         """The ranks that hold shards of the same pieces."""
         return range(self.tensor_rank(rank), self.world_size, self.tensor)
 
+    def on_one_node(self, members: range) -> bool:
+        return self.node_rank(members[0]) == self.node_rank(members[-1])
+
     def replica(self, rank: int) -> int:
         """Which replica a rank belongs to."""
         return self.data_rank(rank) // self.shard_ranks

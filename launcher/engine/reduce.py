@@ -117,8 +117,8 @@ class GradientFlow:
         whole = [(self._wire(b), b.stop - b.start) for b in self._order] if comm.size > 1 and not self.native else []
         shares = [(self._sum(b), (b.stop - b.start) // comm.size) for b in self._order if self.replica.size > 1]
         self._buffers = self._pools(whole if every_micro_step else [])
-        self._scratch = self._pools([(dtype, _of_others(numel, comm)) for dtype, numel in whole])
-        self._shares = self._pools([(dtype, _of_others(numel, self.replica)) for dtype, numel in shares])
+        self._scratch = self._pools([(dtype, self._room(comm, numel, dtype)) for dtype, numel in whole])
+        self._shares = self._pools([(dtype, self._room(self.replica, numel, dtype)) for dtype, numel in shares])
 
     def _plan(self, number: int, flat: FlatUnit) -> None:
         unit = flat.unit
@@ -152,6 +152,9 @@ class GradientFlow:
             pool.made = [torch.empty(pool.numel, dtype=pool.dtype, device=pool.device) for _ in range(IN_FLIGHT)]
             pool.free = list(pool.made)
         return pools
+
+    def _room(self, comm: Comm, numel: int, dtype: torch.dtype) -> int:
+        return comm.scratch_numel(numel, dtype, self.units[0].full.device)
 
     def _wire(self, bucket: _Bucket) -> torch.dtype:
         """The dtype of the messages: the working one for passing buckets, the accumulated one for slices."""
@@ -289,7 +292,8 @@ class GradientFlow:
             self._land()
         scratch = pool.take()
         add = self.every_micro_step and not self._first
-        pending = self.comm.reduce(payload, out, _first(scratch, _of_others(width, self.comm)), what, add=add)
+        room = _first(scratch, self._room(self.comm, width, payload.dtype))
+        pending = self.comm.reduce(payload, out, room, what, add=add)
         self._flights.append(_Flight(pending, bucket, scratch, bucket.buffer))
         bucket.buffer = None
 
@@ -318,7 +322,8 @@ class GradientFlow:
         scratch, width = pool.take(), part.numel() // self.replica.size
         out = part[self.replica.rank * width : (self.replica.rank + 1) * width]
         what = f"sum over replicas of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
-        pending = self.replica.reduce(part, out, _first(scratch, _of_others(part.numel(), self.replica)), what)
+        room = _first(scratch, self._room(self.replica, part.numel(), part.dtype))
+        pending = self.replica.reduce(part, out, room, what)
         self._crossings.append(_Flight(pending, bucket, scratch))
 
     def _cross_back(self) -> None:
@@ -341,11 +346,6 @@ class GradientFlow:
             assert flat.gradient is not None
             what = f"gather of the gradients of unit {flat.unit.name}, bucket {bucket.index}"
             self._gathers.append(self.comm.gather(flat.gradient[bucket.start : bucket.stop], what))
-
-
-def _of_others(numel: int, comm: Comm) -> int:
-    """Of a message of ``numel`` elements: what arrives from other ranks."""
-    return numel - numel // comm.size
 
 
 def _first(buffer: Tensor, count: int) -> Tensor:

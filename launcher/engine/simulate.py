@@ -32,6 +32,8 @@ from ..contract.topology import Topology
 from ..contract.train import Checkpointing, TrainConfig
 from . import nothing, sources
 from .comm import Alone, Comm, NativeComm, PeerComm
+from .comm.choose import READ
+from .comm.host import room_for_pieces
 from .loop import Progress, Trainer, traffic_of
 from .place import Place
 from .ranks import Ranks
@@ -125,7 +127,7 @@ def _simulate(request: SimulationRequest) -> Simulation:
         raise UsageError(f"rank {request.rank} is not in a world of {world}", hint=f"ranks are 0 to {world - 1}")
     with _own_modules(request.code), _said_of(config, "data"):
         sample = sample_of(config)
-    ranks = _connect(request.rank, topology, request.device_kind)
+    ranks = _connect(request.rank, topology, request.device_kind, config.zero.same_host)
     ledger = Ledger(nothing=True)
     with ledger.resizes_watched(), nothing.Nothing(ledger), _own_modules(request.code):
         with _said_of(config, "model"):
@@ -180,23 +182,35 @@ def most_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _connect(rank: int, topology: Topology, device_kind: str) -> Ranks:
+def _connect(rank: int, topology: Topology, device_kind: str, same_host: str) -> Ranks:
     """This rank's groups, as ``Ranks.connect`` would make them, and nobody else's."""
     if topology.world_size == 1:
         return Ranks.connect()
     nothing.join(rank, topology.world_size)
-    make: Callable[..., Comm] = PeerComm if device_kind == "cpu" else NativeComm
-    world = make()
+
+    def make(members: range, group: dist.ProcessGroup | None = None) -> Comm:
+        if device_kind != "cpu":
+            return NativeComm(group)
+        return _OneHost(group) if same_host == READ and topology.on_one_node(members) else PeerComm(group)
+
+    world = make(range(topology.world_size))
 
     def group(members: range) -> Comm:
         if len(members) == 1:
             return Alone()
-        return world if len(members) == world.size else make(dist.new_group(list(members)))
+        return world if len(members) == world.size else make(members, dist.new_group(list(members)))
 
     data, tensor = group(topology.data_group(rank)), group(topology.tensor_group(rank))
     if topology.replicas == 1:
         return Ranks(world, data, tensor)
     return Ranks(world, data, tensor, group(topology.shard_group(rank)), group(topology.replica_group(rank)))
+
+
+class _OneHost(PeerComm):
+    """What ranks of one host need room for, without the ranks."""
+
+    def scratch_numel(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
+        return room_for_pieces(numel, dtype, self.size)
 
 
 def _rehearse(config: TrainConfig, model: nn.Module, ranks: Ranks, ledger: Ledger, sample: Any) -> Rehearsal:

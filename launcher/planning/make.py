@@ -108,6 +108,17 @@ def _program(job: Job, cluster: Cluster) -> Program | None:
     return Program(job.program.argv, {file.variable: file.path for file in wanted_files(job.data, cluster)})
 
 
+def _near(zero: train.Zero, topology: Topology, device_kind: str) -> tuple[bool, bool]:
+    """Whether the ranks of every shard, and of every replica, read each other's memory: on CPU, where all of a group
+    are on one node (and its system allows it, as all but some containers do)."""
+    if device_kind != "cpu" or zero.same_host != "read":
+        return False, False
+    ranks = range(topology.world_size)
+    groups = ([topology.shard_group(r) for r in ranks], [topology.replica_group(r) for r in ranks])
+    shards, replicas = (all(map(topology.on_one_node, group)) for group in groups)
+    return shards, replicas
+
+
 def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
     """The plan with its step, where the model's shapes are known."""
     config, model, state = plan.train, job.model, plan.state
@@ -123,6 +134,7 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
         job.activations,
         cluster.device.kind,
         config.zero,
+        *_near(config.zero, topology, cluster.device.kind),
     )
     copy = copy_lines(
         step.layout,

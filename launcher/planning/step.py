@@ -25,6 +25,7 @@ from .partitioned import rows, staying
 from .plan import Alive, StageMemory, StepLine
 from .shapes import Shapes
 
+PIECE_BYTES = 1 << 18  # what ranks of one host read at once (engine/comm/host.py)
 IN_FLIGHT = 2  # bucket buffers of a kind that the engine keeps (engine/reduce.py)
 SLACK_PER_MILLE = 50
 """Allocator slack, an assumption: of what comes and goes within a step, how much is lost to rounding and holes."""
@@ -43,6 +44,8 @@ class Step:
     stored: Stored = "whole"
     device_kind: Literal["cpu", "gpu"] = "gpu"
     zero: Zero = Zero(0)
+    near_shards: bool = False  # the ranks that ZeRO partitions over are on one host, and read each other's memory
+    near_replicas: bool = False  # and so are those that hold the same shard
 
     @property
     def gradient_item(self) -> int:
@@ -191,18 +194,24 @@ def _buckets(step: Step) -> StepLine:
     ranks, replicas = step.layout.ranks, step.layout.replicas
     width = bucket_width(step.layout)
     message = width * step.message_item
-    others = message - message // ranks
+    others = _of_others(message, ranks, step.message_item, near=step.near_shards)
     held = IN_FLIGHT * others
-    note = f"{IN_FLIGHT} buffers of {others:,} bytes for what other ranks send, allocated once"
+    note = f"{IN_FLIGHT} buffers of {others:,} bytes for what comes from other ranks, allocated once"
     if step.sums_every_micro_step:
         held += IN_FLIGHT * message
         note = f"{IN_FLIGHT} buffers of {message:,} bytes for gradients, {note}"
     if replicas > 1:
         share = width // ranks * step.gradient_item
-        share -= share // replicas
+        share = _of_others(share, replicas, step.gradient_item, near=step.near_replicas)
         held += IN_FLIGHT * share
         note += f"; {IN_FLIGHT} of {share:,} bytes for sums across replicas"
     return _constant("communication buckets", held, note)
+
+
+def _of_others(message: int, ranks: int, item: int, *, near: bool) -> int:
+    """Bytes of a message that come from other ranks at once; ranks of one host read it in pieces."""
+    part = message // ranks
+    return (ranks - 1) * (min(PIECE_BYTES // item * item, part) if near else part)
 
 
 # --- temporaries ----------------------------------------------------------------------------------

@@ -55,8 +55,11 @@ class Comm(Protocol):
         """Reduce-scatter: part ``rank`` of the sum of every rank's ``flat`` ``(size·k,)`` into ``out`` ``(k,)``.
 
         ``add`` adds to what is in ``out``. ``out`` may be wider than ``flat`` (fp32 sums of 16-bit messages),
-        or part ``rank`` of ``flat`` itself; ``flat`` and ``scratch`` ``((size-1)·k,)`` are clobbered.
+        or part ``rank`` of ``flat`` itself; that part and ``scratch`` (``scratch_numel``) are clobbered.
         """
+
+    def scratch_numel(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Elements of scratch that ``reduce`` needs for a message of ``numel``."""
 
     def all_reduce(self, flat: Tensor, what: str) -> Pending:
         """The sum of every rank's ``flat`` ``(size·k,)``, in place, with the same bits on all of them."""
@@ -72,6 +75,9 @@ class Comm(Protocol):
 
     def broadcast(self, value: Tensor, source: int, what: str) -> None:
         """Overwrites ``value`` by that of rank ``source``."""
+
+    def kept(self) -> Sequence[Tensor]:
+        """What this group holds on to between messages."""
 
 
 class Waiting:
@@ -150,6 +156,9 @@ class Base:
         self.traffic.volume_elements += flat.numel()
         self.traffic.sent_bytes += flat.numel() // self.size * (self.size - 1) * flat.element_size()
 
+    def scratch_numel(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
+        return numel - numel // self.size  # what arrives from the others
+
     def _part(self, flat: Tensor, index: int) -> Tensor:
         width = flat.numel() // self.size
         return flat[index * width : (index + 1) * width]
@@ -188,6 +197,9 @@ class Base:
             self.traffic.control_bytes += value.numel() * value.element_size() if self.rank == source else 0
             self._blocking(what, lambda: dist.broadcast(value, self._global[source], group=self.group))
 
+    def kept(self) -> Sequence[Tensor]:
+        return self._last_small or ()
+
     def _blocking(self, what: str, call: Any) -> None:
         started = time.perf_counter()
         try:
@@ -221,6 +233,9 @@ class Alone:
             sum_rows([flat], out)
         return _Done()
 
+    def scratch_numel(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
+        return 0
+
     def library_sum(self, flat: Tensor, what: str) -> Pending:
         return _Done()
 
@@ -235,6 +250,9 @@ class Alone:
 
     def broadcast(self, value: Tensor, source: int, what: str) -> None:
         return
+
+    def kept(self) -> Sequence[Tensor]:
+        return ()
 
 
 class _Done:

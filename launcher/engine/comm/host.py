@@ -58,6 +58,11 @@ class HostComm(PeerComm):
             return super().reduce(flat, out, scratch, what, add=add)
         return self._begin(_Sum(self, flat, what, out, scratch, add))
 
+    def scratch_numel(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
+        if device.type != "cpu":
+            return super().scratch_numel(numel, dtype, device)
+        return room_for_pieces(numel, dtype, self.size)
+
     def _begin(self, copy: _Copy) -> Pending:
         self._count(copy.flat)
         self._number += 1
@@ -87,6 +92,15 @@ class HostComm(PeerComm):
 
     def ended(self, copy: _Copy) -> None:
         del self._under_way[copy.number]
+
+
+def room_for_pieces(numel: int, dtype: torch.dtype, ranks: int) -> int:
+    """Elements that hold a piece of each other rank's part of a message."""
+    return (ranks - 1) * _piece(numel, dtype, ranks)
+
+
+def _piece(numel: int, dtype: torch.dtype, ranks: int) -> int:
+    return min(PIECE_BYTES // dtype.itemsize, numel // ranks)
 
 
 class _Copy:
@@ -180,7 +194,7 @@ class _Sum(_Copy):
     def _sum(self) -> None:
         comm, own = self.comm, self.comm._part(self.flat, self.comm.rank)
         size = own.element_size()
-        step = min(PIECE_BYTES // size, own.numel())
+        step = _piece(self.flat.numel(), own.dtype, comm.size)
         arriving = torch.split(self._scratch, step)[: comm.size - 1]
         others = sorted(self._lies_at.items())
         for at in range(0, own.numel(), step):

@@ -77,7 +77,8 @@ class PeerComm(Base):
     def all_reduce(self, flat: Tensor, what: str) -> Pending:
         if self.size > 1:
             own = self._part(flat, self.rank)
-            self.reduce(flat, own, flat.new_empty(flat.numel() - own.numel()), what).wait()
+            scratch = flat.new_empty(self.scratch_numel(flat.numel(), flat.dtype, flat.device))
+            self.reduce(flat, own, scratch, what).wait()
         return self.gather(flat, what)
 
     def _rounds(self) -> Iterator[tuple[int, int]]:
