@@ -45,10 +45,9 @@ class Background:
             numel = sum(run.numel() for run in entry.runs)
             self._copies[entry.name] = torch.empty(numel, dtype=entry.dtype, pin_memory=self._gpu)
 
-    @property
-    def bytes(self) -> int:
-        """Of the copy: of everything that this rank saves."""
-        return sum(copy.untyped_storage().nbytes() for copy in self._copies.values())
+    def storages(self) -> list[Tensor]:
+        """The copy, of everything that this rank saves."""
+        return list(self._copies.values())
 
     @property
     def step(self) -> int | None:

@@ -39,6 +39,11 @@ class Ranks:
     def degree(self) -> int:
         return self.tensor.size
 
+    def groups(self) -> list[Comm]:
+        """Each once, whatever it is used for."""
+        every = (self.world, self.data, self.tensor, self.shard, self.replica)
+        return list({id(comm): comm for comm in every}.values())
+
     @classmethod
     def connect(
         cls, tensor: int = 1, *, replicas: int = 1, timeout_s: float | None = None, same_host: str = READ

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .kept import kept
+
 if TYPE_CHECKING:
     from .zero import ZeroEngine
 
@@ -142,19 +144,16 @@ class Ledger:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
 
+_CLAIMED_AS = {"buffers": "parameters", "stored": "activations"}  # kinds of engine.kept that a step calls otherwise
+
+
 def claim(ledger: Ledger, engine: ZeroEngine) -> None:
-    """Tells the ledger what the engine keeps by now, and as what."""
-    for unit in engine.units:
-        sharded = unit.shard is not None
-        ledger.claim("gathered" if sharded else "parameters", [unit.full])
-        ledger.claim("parameters", [unit.shard])
-        ledger.claim("gradients", [unit.gradient])
-        ledger.claim("optimizer", [*unit.moments, unit.master])
-    ledger.claim("parameters", engine.model.buffers())
-    ledger.claim("buckets", engine.flow.storages())
-    if engine.store is not None:
-        ledger.claim("host" if engine.store.host else "activations", engine.store.rows.storages())
-    ledger.claim("norm", [*engine.norm.storages(), *engine.optimizer.storages()])
+    """Tells the ledger what the engine keeps by now, and as what. Small messages and the copy of a save are told by
+    when they live, as everything else."""
+    for kind, tensors in kept(engine).items():
+        category = _CLAIMED_AS.get(kind, kind)
+        if category in CATEGORIES:
+            ledger.claim(category, tensors)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

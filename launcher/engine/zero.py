@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from .flat import STAGES, FlatUnit
 from .gathering import Gathering
 from .groups import Groups, of_config
 from .heap import keep_freed
+from .kept import kept, nbytes
 from .norm import NormPlan
 from .precision import LossScale, gradient_dtype, working_dtype
 from .ranks import Ranks
@@ -400,25 +401,11 @@ class ZeroEngine:
             self.gathering.release_all()
 
     def memory(self) -> dict[str, int]:
-        """Live bytes by kind, summed over the storages that exist now: parameters, gradients, optimizer,
-        gathered (whole parameters at stage 3), buckets, stored and host (what recomputed blocks keep), saving
-        (the copy of a save in the background)."""
-        parameters = [t for u in self.units for t in ([u.full] if u.shard is None else [u.shard])]
-        gathered = [u.full for u in self.units if u.shard is not None]
-        gradients = [u.gradient for u in self.units if u.gradient is not None]
-        return {
-            "parameters": _storage_bytes(parameters),
-            "gradients": _storage_bytes(gradients),
-            "optimizer": _storage_bytes([t for u in self.units for t in (*u.moments, u.master) if t is not None]),
-            "gathered": _storage_bytes(gathered),
-            "buckets": _storage_bytes(self.flow.storages()),
-            "stored": 0 if self.store is None or self.store.host else self.store.rows.bytes,
-            "host": 0 if self.store is None or not self.store.host else self.store.rows.bytes,
-            "saving": 0 if self.background is None else self.background.bytes,
-        }
+        """Live bytes of all that is kept, by kind (``engine.kept``), summed over the storages that exist now."""
+        return {kind: nbytes(tensors) for kind, tensors in kept(self).items()}
 
     def state_bytes(self) -> partition.StateBytes:
-        """What ``memory()`` must show, in closed form."""
+        """What ``memory()`` must show of the first three kinds, in closed form."""
         whole = bool(self.units) and all(u.whole_gradient for u in self.units)
         dtype = gradient_dtype(self.config.zero.gradient_dtype, self.config.precision)
         return partition.state_bytes(
@@ -467,8 +454,3 @@ class ZeroEngine:
 
 def _device_of(tensors: Iterable[Tensor]) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
-
-
-def _storage_bytes(tensors: Sequence[Tensor]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())

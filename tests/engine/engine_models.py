@@ -13,6 +13,7 @@ from launcher.contract.train import GPT as GPTConfig
 from launcher.contract.train import SGD, AdamW, Zero
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
+from launcher.engine.groups import Groups
 from launcher.engine.zero import ZeroEngine
 
 TINY = GPTConfig(layers=2, hidden=15, heads=3, seq_len=7, vocab=37)
@@ -41,6 +42,24 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+class Normed(nn.Module):
+    """Buffers of three kinds: a BatchNorm's statistics and count, a frozen one's, a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)])
+        self.still = nn.BatchNorm1d(6, affine=False)
+        self.head = nn.Linear(6, 17, bias=False)
+        self.register_buffer("mask", torch.arange(6) != 2)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(tokens).flatten(0, 1)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return nn.functional.cross_entropy(self.head(self.still(x) * self.mask), targets.flatten())
+
+
 def gpt() -> nn.Module:
     torch.manual_seed(3)
     return GPT(TINY)
@@ -51,7 +70,22 @@ def odd() -> nn.Module:
     return Odd()
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {"gpt": (gpt, 37), "odd": (odd, 13)}
+def normed() -> nn.Module:
+    torch.manual_seed(5)
+    return Normed()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {"gpt": (gpt, 37), "odd": (odd, 13), "normed": (normed, 17)}
+
+CASES: dict[str, tuple[str, Groups, dict[str, str]]] = {
+    "gpt": ("gpt", None, {}),
+    "odd": ("odd", None, {}),
+    "normed": ("normed", None, {}),
+    "grouped": ("odd", [{"match": ["*.bias", "scale"], "weight_decay": 0.0}, {"match": ["table.*"], "lr": 3e-2}], {}),
+    "narrow": ("odd", None, {"precision": "bf16"}),
+    "narrow sums": ("gpt", [{"match": ["*.bias"]}], {"precision": "bf16", "gradients": "bf16"}),
+}
+"""What memory and messages are held against: a model, groups, and settings of precision."""
 
 
 def batches(steps: int, size: int, vocab: int, length: int = 7, seed: int = 9) -> list[Tensor]:
