@@ -86,7 +86,11 @@ def targets(world: int) -> list[Target]:
         Target("zero1", deepspeed(1), 0.60),
         Target("zero2", deepspeed(2), 0.60),
         Target("zero3", deepspeed(3), 0.55),
-        # One thing at a time: what late parameters, and what the allocator's setting alone, are worth to both sides.
+        # One thing at a time: the way that bytes take, late parameters, and the allocator's setting.
+        Target("zero0-send", ("ddp",), None),
+        Target("zero1-send", ("ddp",), None),
+        Target("zero2-send", ("ddp",), None),
+        Target("zero3-send", ("fsdp2",), None),
         Target("zero1", ("zero1-waits",), None),
         Target("zero2", ("zero2-waits",), None),
         Target("zero3-trims", ("fsdp2",), None),
@@ -253,7 +257,8 @@ def report(measured: Measured, world: int, size: str, load: float, waited: bool)
     notes = [f"{world} ranks, {measured.rows[0].parameters:,} parameters", f"volume a step: {volumes}"]
     notes += [f"not run: {name} ({why})" for name, why in measured.left_out.items()]
     return Report(
-        benchmark=f"engine_{world}_{size}",
+        benchmark=f"engine_{world}_{size}"
+        + ("_deepspeed" if any("deepspeed" in row.policy for row in measured.rows) else ""),
         command=" ".join([".venv/bin/python benchmarks/engine.py", *(a for a in sys.argv[1:] if a != "--report")]),
         machine=measuring.machine(load, waited),
         figures=figures,

@@ -13,6 +13,8 @@ What is set beyond a library's defaults, and why:
   (``zero.overlap_gather``); ``zero1-waits`` and ``zero2-waits`` wait for them at the end of a step.
 - ``zero3-trims`` leaves the heap of the process as glibc has it, ``fsdp2-heap`` gives FSDP2 the engine's setting
   (``launcher/engine/heap.py``): what of the ratio is the allocator's.
+- ``zero0-send`` to ``zero3-send``: ranks send through sockets, as gloo's own collectives do, instead of reading each
+  other's memory (``zero.same_host``, ``launcher/engine/comm/host.py``): what of the ratio is the way that bytes take.
 - ``zero0-native``: stage 0 with the library's all-reduce (``zero.reduce_with``); the other stages sum in rank order.
 - ``alone``: every rank trains for itself and nothing is communicated; its loss is not comparable.
 """
@@ -210,6 +212,7 @@ def _deepspeed(stage: int, fair: bool) -> Callable[[gpt.GPT], Training]:
 POLICIES: dict[str, Callable[[gpt.GPT], Training]] = {
     **{f"zero{stage}": _zero(stage) for stage in range(4)},
     "zero0-native": _zero(0, reduce_with="native"),
+    **{f"zero{stage}-send": _zero(stage, same_host="send") for stage in range(4)},
     **{f"zero{stage}-waits": _zero(stage, overlap_gather=False) for stage in (1, 2)},
     "ddp": _ddp,
     "fsdp2": _fsdp2(True),

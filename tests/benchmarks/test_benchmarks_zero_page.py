@@ -40,5 +40,5 @@ def test_commands_name_tests_that_exist() -> None:
 
 
 def test_every_file_of_the_phases_exists() -> None:
-    for path in re.findall(r"`((?:engine|contract|planning)/\w+\.py)`", PAGE):
+    for path in re.findall(r"`((?:engine|contract|planning)/[\w/]+\.py)`", PAGE):
         assert (PACKAGE / path).is_file(), path
