@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import MODELS, batches, engine_of, train
+from engine_models import CASES, MODELS, batches, engine_of, train
 from engine_ranks import run_ranks
 
 from launcher.contract.partition import state_bytes
+from launcher.contract.train import AdamW, Zero
+from launcher.engine.config import EngineConfig
 from launcher.engine.zero import ZeroEngine
 
 
@@ -27,25 +29,36 @@ def _live(engine: ZeroEngine) -> None:
     assert all(p.grad is None for p in engine.model.parameters())
 
 
-def _check(rank: int, world: int, name: str) -> None:
-    numel = None
-    for stage in range(4):
-        for bucket in (25_000_000, 1000):
-            for accumulation, reduce_every in ((1, None), (2, None), (2, "step"), (2, "micro_step")):
-                engine = engine_of(
-                    name, stage=stage, bucket=bucket, accumulation=accumulation, reduce_every=reduce_every
-                )
-                layout = engine.layout
-                numel = numel or layout.numel
-                assert layout.numel == numel == sum(p.numel() for p in engine.model.parameters())
-                assert layout.padding < world * len(layout.units)
-                _live(engine)
-                before = engine.comm.traffic.volume_elements
-                train(engine, batches(1, 2 * world, MODELS[name][1]))
-                _live(engine)
-                if world > 1:
-                    found = engine.comm.traffic.volume_elements - before
-                    assert found == _volume(engine, accumulation), (stage, bucket, accumulation, reduce_every)
+ALL = [
+    (stage, bucket, *how)
+    for stage in range(4)
+    for bucket in (25_000_000, 1000)
+    for how in ((1, None), (2, None), (2, "step"), (2, "micro_step"))
+]
+FEW = [(stage, 500, 2, how) for stage in range(4) for how in (None, "step" if stage >= 2 else "micro_step")]
+
+
+def _check(rank: int, world: int, case: str, cells: list[tuple[int, int, int, str | None]]) -> None:
+    name, groups, settings = CASES[case]
+    gradients = {"gradient_dtype": settings["gradients"]} if "gradients" in settings else {}
+    for stage, bucket, accumulation, reduce_every in cells:
+        config = EngineConfig(
+            Zero(stage, bucket, reduce_every=reduce_every, **gradients),
+            AdamW(1e-2, clip=0.5),
+            accumulation=accumulation,
+            precision=settings.get("precision", "fp32"),
+        )
+        engine = ZeroEngine(MODELS[name][0](), config, groups=groups)
+        layout = engine.layout
+        assert layout.numel == sum(p.numel() for p in engine.model.parameters())
+        assert layout.padding < world * len(layout.units)
+        _live(engine)
+        before = engine.comm.traffic.volume_elements
+        train(engine, batches(1, 2 * accumulation * world, MODELS[name][1]))
+        _live(engine)
+        if world > 1:
+            found = engine.comm.traffic.volume_elements - before
+            assert found == _volume(engine, accumulation), (stage, bucket, accumulation, reduce_every)
 
 
 def _volume(engine: ZeroEngine, accumulation: int) -> int:
@@ -61,9 +74,26 @@ def _volume(engine: ZeroEngine, accumulation: int) -> int:
     return sums + accumulation * (2 * psi - kept)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_memory_and_volume_equal_the_closed_forms(world: int) -> None:
-    run_ranks(world, _check, "gpt")
+# The models that are odd at two ranks, every bucket and way to accumulate at three; the whole product is `full`.
+QUICK = [("gpt", 1, ALL), ("gpt", 3, ALL), *((case, 2, FEW) for case in CASES)]
+
+
+@pytest.mark.parametrize(
+    ("case", "world", "cells"),
+    [
+        *(pytest.param(case, world, cells, id=f"{case}-{world}") for case, world, cells in QUICK),
+        *(
+            pytest.param(case, world, ALL, id=f"{case}-{world}-all", marks=pytest.mark.full)
+            for case in CASES
+            for world in (1, 2, 3, 4, 8)
+            if (case, world, ALL) not in QUICK
+        ),
+    ],
+)
+def test_memory_and_volume_equal_the_closed_forms(
+    case: str, world: int, cells: list[tuple[int, int, int, str | None]]
+) -> None:
+    run_ranks(world, _check, case, cells, timeout_s=240)
 
 
 def test_memory_of_frozen_tied_and_unused_parameters() -> None:
