@@ -114,4 +114,6 @@ def _quality(outcome: Outcome) -> list[str]:
             verdict = show.paint("below" if below else "NOT below", "green" if below else "red", sys.stderr)
             text += f", {verdict} the bigram entropy of the same text ({outcome.bigram_entropy:.4f})"
         lines.append(text)
+    if outcome.skipped:
+        lines.append(f"  skipped        {outcome.skipped} of {outcome.step} steps: gradients that were no numbers")
     return lines

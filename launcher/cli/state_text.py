@@ -76,6 +76,8 @@ def _losses(outcome: Outcome) -> str:
         parts.append(f"train loss {outcome.train_loss:.4f}")
     if outcome.heldout_loss is not None:
         parts.append(f"held-out loss {outcome.heldout_loss:.4f}")
+    if outcome.skipped:
+        parts.append(f"{outcome.skipped} step{'s' * (outcome.skipped > 1)} skipped")
     return f", {', '.join(parts)}" if parts else ""
 
 

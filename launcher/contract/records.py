@@ -117,3 +117,4 @@ class Outcome:
     parameters: Optional[int] = None
     state_bytes: Dict[str, int] = field(default_factory=dict)  # a rank: parameters, gradients, optimizer
     reason: str = ""
+    skipped: int = 0  # steps whose update was left out: gradients that were no numbers, or too large for fp16

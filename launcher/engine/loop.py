@@ -110,6 +110,7 @@ class Trainer:
             parameters=self.policy.parameters(),
             state_bytes={k: memory[k] for k in ("parameters", "gradients", "optimizer")},
             reason="it was asked to save and end: its time was nearly over, or somebody asked" if stopped else "",
+            skipped=self.policy.skipped,
         )
 
     @cached_property
@@ -303,6 +304,9 @@ class Reporter:
         }
         self.metrics.write(json.dumps(row) + "\n")
         self.metrics.flush()
+        if info.skipped:
+            why = info.why or "a gradient is too large for fp16, the loss scale is halved"
+            say(trainer.place, f"step {trainer.progress.step} is skipped, {trainer.policy.skipped} by now: {why}")
         self._progress_line(tokens)
 
     def _progress_line(self, tokens: int) -> None:

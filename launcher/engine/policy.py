@@ -29,6 +29,10 @@ class Policy(Protocol):
     device: torch.device
     lr: float
 
+    @property
+    def skipped(self) -> int:
+        """Steps whose update was left out, counted over all attempts."""
+
     def backward(self, loss: Tensor) -> None: ...
 
     def step(self) -> StepInfo: ...
@@ -73,6 +77,10 @@ class ZeroPolicy:
     @lr.setter
     def lr(self, value: float) -> None:
         self.engine.lr = value
+
+    @property
+    def skipped(self) -> int:
+        return self.engine.skipped
 
     def save(self, folder: Path, step: int, about: checkpoint.About) -> None:
         checkpoint.save(self.engine, folder, step, about)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contract import partition
-from ..contract.errors import JobFailed, UsageError
+from ..contract.errors import UsageError
 from ..contract.train import TrainConfig
 from . import checkpoint
 from .activations import make_store, recompute
@@ -41,6 +41,8 @@ from .gathering import Gathering
 from .groups import Groups, of_config
 from .heap import keep_freed
 from .kept import kept, nbytes
+from .nonfinite import Losses, look
+from .nonfinite import NonFinite as NonFinite
 from .norm import NormPlan
 from .precision import LossScale, gradient_dtype, working_dtype
 from .ranks import Ranks
@@ -53,16 +55,14 @@ from .weights import load_weights
 _log = logging.getLogger(__name__)
 
 
-class NonFinite(JobFailed):
-    """A gradient or loss that is NaN or infinite; names the parameter and the rank."""
-
-
 @dataclass(frozen=True)
 class StepInfo:
-    """``grad_norm`` before clipping; ``skipped`` when the update was left out (non-finite gradients)."""
+    """``grad_norm`` before clipping; ``skipped`` when the update was left out (non-finite gradients). ``why`` then says
+    which parameter and whose, unless it was fp16's loss scale, which has been halved."""
 
     grad_norm: float
     skipped: bool = False
+    why: str = ""
 
 
 class ZeroEngine:
@@ -143,6 +143,8 @@ class ZeroEngine:
         self.norm = NormPlan(self.units, self.shard, self.ranks.tensor)
         self.loss_scale = LossScale.of(self.config.precision)
         self.micro_step = 0
+        self.skipped = 0  # steps whose update was left out, those before the checkpoint that was loaded too
+        self.losses = Losses()
         self.background: Background | None = None
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._hook(number, index))  # type: ignore[no-untyped-call]
@@ -276,6 +278,7 @@ class ZeroEngine:
                 hint="call step() after every accumulation-th backward",
             )
         self.micro_step += 1
+        self.losses.keep(loss)
         self.flow.begin(first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)
         if self.gathering is not None:
             self.gathering.begin_backward()
@@ -307,9 +310,8 @@ class ZeroEngine:
         scale = 1.0 / (self.config.accumulation * self.comm.size * self.loss_scale.value)
         norm = math.sqrt(self.norm.sum_of_squares()) * scale
         if not math.isfinite(norm):
-            if self.loss_scale.overflowed() or self.config.nonfinite == "skip":
-                return StepInfo(norm, skipped=True)
-            raise NonFinite(self._name_nonfinite(norm))
+            return self._skip(norm)
+        self.losses.forget()
         clip = self.config.optimizer.clip
         factor = scale if clip is None else scale * min(1.0, clip / (norm + 1e-6))
         updated: list[int] = []
@@ -368,20 +370,16 @@ class ZeroEngine:
         for tensor, before in kept:
             tensor.copy_(before)
 
-    def _name_nonfinite(self, norm: float) -> str:
-        """The first parameter whose summed gradient is not finite, and the rank that holds it."""
-        found = len(self.layout.by_name)
-        names = list(self.layout.by_name)
-        for flat in self.units:
-            for tensor, name in flat.own_gradient_pieces():
-                if not bool(torch.isfinite(tensor).all()):
-                    found = min(found, names.index(name))
-        world = self.ranks.world
-        everyone = world.gather_small(torch.tensor([found], device=self.device), "non-finite gradients")[:, 0]
-        first = int(everyone.min())
-        rank = int((everyone == first).nonzero()[0])
-        where = f"parameter {names[first]}, shard of rank {rank}" if first < len(names) else "unknown"
-        return f"the gradient is not finite (norm {norm}): {where}"
+    def _skip(self, norm: float) -> StepInfo:
+        """The step whose gradient is not finite, by all ranks: they judge by one norm."""
+        why, hint = "", None
+        if not self.loss_scale.overflowed():
+            why, hint = look(self, norm)
+        self.losses.forget()
+        if why and self.config.nonfinite == "stop":
+            raise NonFinite(why, hint=hint)
+        self.skipped += 1
+        return StepInfo(norm, skipped=True, why=why)
 
     # --- looking at it -----------------------------------------------------------------------------------
 

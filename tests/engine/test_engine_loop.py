@@ -120,6 +120,9 @@ def test_steps_whose_loss_is_no_number_are_skipped_and_saved(tmp_path: Path, cor
     assert job.run(_config(corpus, steps=3, optimizer=ruin, nonfinite="skip")) == [0, 0], job.log(0)
     rows = job.metrics(0)
     assert [row["loss"] is None for row in rows] == [row["skipped"] for row in rows] == [False, True, True]
+    assert job.outcome().skipped == job.manifest(3).scalars["skipped"] == 2
+    assert "step 2 is skipped, 1 by now: the gradient of parameter " in job.log(0)
+    assert "the loss of rank 0 was nan, and that of rank 1 too" in job.log(0)
     assert job.manifest(3).step == 3 and job.outcome().train_loss is None
 
 
