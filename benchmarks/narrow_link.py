@@ -1,8 +1,10 @@
 """What stage 3's third Ψ costs on a slow link: its step over stage 2's, two ranks in network namespaces of their own.
 
 The two are joined by a veth pair that tc narrows in both directions, as root; nothing else passes there, and its own
-counters say what did. Both engines stand ready in the same two processes and step in turn, every other turn backwards;
-a ratio is taken turn by turn. Stage 3 sends up to 1.5 times stage 2's bytes: its step may cost that, and a tenth.
+counters say what did. All engines stand ready in the same two processes and take two steps in turn, every other turn
+backwards; what the second leaves under way is waited for inside the turn, and a ratio is taken turn by turn. Stage 3
+sends up to 1.5 times stage 2's bytes: its step may cost that, and a tenth. ``2-waits`` waits for updated parameters
+at the end of each step instead of in the next forward (``zero.overlap_gather``).
 """
 
 from __future__ import annotations
@@ -24,9 +26,15 @@ import measuring
 import policies
 from measuring import PYTHON, ROOT, Figure, Report, figure, ratios
 
-PAIRS = 20
+PAIRS = 12
+STEPS = 2  # of a turn
 AT_MOST = 1.5 * 1.1
 STAGES = (2, 3)
+SIDES: dict[str, dict[str, Any]] = {
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "2-waits": {"stage": 2, "overlap_gather": False},
+}
 PORT = 29417
 ANSWER_S = 120.0
 
@@ -108,8 +116,9 @@ class Pair:
             answers.append(json.loads(line))
         return answers
 
-    def step(self, stage: int) -> float:
-        return max(answer["seconds"] for answer in self.tell(str(stage)))
+    def steps(self, side: str) -> float:
+        """Seconds a step of a turn."""
+        return float(max(answer["seconds"] for answer in self.tell(side))) / STEPS
 
     def end(self) -> None:
         for process in self._ranks:
@@ -128,7 +137,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds a step by stage and turn; of one step of each: what both ranks counted, and what the link did."""
+    """Seconds a step by side and turn; of one step of each: what both ranks counted, and what the link did."""
 
     samples: Mapping[str, Sequence[float]]
     counted: Mapping[int, Mapping[str, Any]]
@@ -140,14 +149,14 @@ def measure(rate: str, size: str, pairs: int) -> Measured:
         pair = Pair(link, size)
         try:
             counted, passed = {}, {}
-            for stage in STAGES:
-                pair.step(stage)  # until it has, the first parameters may still be on their way
+            for side in SIDES:
+                pair.steps(side)  # until it has, the first parameters may still be on their way
             for stage in STAGES:
                 before = link.passed()
-                pair.step(stage)
-                passed[stage] = link.passed() - before
+                pair.steps(str(stage))
+                passed[stage] = (link.passed() - before) // STEPS
                 counted[stage] = pair.tell(f"count {stage}")[0]
-            sides = {f"stage {stage}": (lambda stage=stage: pair.step(stage)) for stage in STAGES}
+            sides = {f"stage {side}": (lambda side=side: pair.steps(side)) for side in SIDES}
             return Measured(measuring.interleave(sides, pairs, warm_ups=0), counted, passed)
         finally:
             pair.end()
@@ -157,7 +166,9 @@ def report(measured: Measured, about: argparse.Namespace, load: float) -> Report
     two, three = (measured.counted[stage] for stage in STAGES)
     beside = ratios(measured.samples["stage 3"], measured.samples["stage 2"])
     figures: list[Figure] = [figure("stage 3, a step, over stage 2", "×", beside, AT_MOST)]
-    figures += [figure(f"`zero{s}`, a step", "s", measured.samples[f"stage {s}"]) for s in STAGES]
+    late = ratios(measured.samples["stage 2"], measured.samples["stage 2-waits"])
+    figures.append(figure("stage 2, a step, over stage 2 that waits", "×", late))
+    figures += [figure(f"`zero{side}`, a step", "s", measured.samples[f"stage {side}"]) for side in SIDES]
     whole = three["parameters"]
     notes = [f"2 ranks, {whole:,} parameters, {about.rate} each way"]
     for stage, counts in zip(STAGES, (two, three), strict=True):
@@ -190,33 +201,34 @@ def rank_main(rank: int, meet: str, size: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{meet}:{PORT}", rank=rank, world_size=2, timeout=limit)
     optimizer = {"lr": policies.LR, "betas": policies.BETAS, "eps": policies.EPS, "clip": policies.CLIP}
     engines = {}
-    for stage in STAGES:
-        zero = {"stage": stage, "bucket_bytes": policies.BUCKET_BYTES}
-        engines[stage] = ZeroEngine(policies.make_model(size), {"zero": zero, "optimizer": optimizer})
-    numbers = dict.fromkeys(STAGES, 0)
-    counted: dict[int, dict[str, Any]] = {}
+    for side, settings in SIDES.items():
+        zero = {"bucket_bytes": policies.BUCKET_BYTES, **settings}
+        engines[side] = ZeroEngine(policies.make_model(size), {"zero": zero, "optimizer": optimizer})
+    numbers = dict.fromkeys(SIDES, 0)
+    counted: dict[str, dict[str, Any]] = {}
     for line in sys.stdin:
         if line.startswith("count"):
-            answers.write(json.dumps(counted[int(line.split()[1])]) + "\n")
+            answers.write(json.dumps(counted[line.split()[1]]) + "\n")
         else:
-            stage = int(line)
-            tokens = policies.batch(size, numbers[stage], rank)
-            numbers[stage] += 1
+            side = line.strip()
+            batches = [policies.batch(size, numbers[side] + i, rank) for i in range(STEPS)]
+            numbers[side] += STEPS
             dist.barrier()
-            seconds, counted[stage] = _step(engines[stage], tokens)
+            seconds, counted[side] = _turn(engines[side], batches)
             answers.write(json.dumps({"seconds": seconds}) + "\n")
         answers.flush()
     os._exit(0)  # no destructor that waits for the other
 
 
-def _step(engine: Any, tokens: Any) -> tuple[float, dict[str, Any]]:
-    """Seconds of one step, and what the engine counted of it."""
+def _turn(engine: Any, batches: Sequence[Any]) -> tuple[float, dict[str, Any]]:
+    """Seconds of a turn, and what the engine counted of each of its steps."""
     before = replace(engine.comm.traffic)
     began = time.perf_counter()
-    loss = engine.model(tokens[:, :-1], tokens[:, 1:])
-    engine.backward(loss)
-    engine.step()
-    engine.finish_gathering()  # what stage 2 leaves under way for the next step is this step's
+    for tokens in batches:
+        loss = engine.model(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+    engine.finish_gathering()  # what the last step leaves under way for the next one is this turn's
     seconds = time.perf_counter() - began
     traffic = engine.comm.traffic
     kept = [] if engine.gathering is None else engine.gathering.kept
@@ -224,8 +236,8 @@ def _step(engine: Any, tokens: Any) -> tuple[float, dict[str, Any]]:
         "parameters": engine.layout.numel,
         "padded": sum(unit.padded for unit in engine.layout.units),
         "kept": sum(engine.layout.units[number].padded for number in kept),
-        "volume_elements": traffic.volume_elements - before.volume_elements,
-        "sent_bytes": traffic.sent_bytes - before.sent_bytes,
+        "volume_elements": (traffic.volume_elements - before.volume_elements) // len(batches),
+        "sent_bytes": (traffic.sent_bytes - before.sent_bytes) // len(batches),
         "loss": float(loss.detach()),
     }
 

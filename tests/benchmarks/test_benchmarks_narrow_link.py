@@ -42,8 +42,10 @@ def test_it_tells_one_ratio_against_its_target() -> None:
     said = json.loads(done.stdout)
     assert [f["name"] for f in said["figures"]] == [
         "stage 3, a step, over stage 2",
+        "stage 2, a step, over stage 2 that waits",
         "`zero2`, a step",
         "`zero3`, a step",
+        "`zero2-waits`, a step",
     ]
     assert said["figures"][0]["at_most"] == pytest.approx(1.65) and said["figures"][0]["verdict"] == "too few rounds"
     assert len(said["samples"]["stage 2"]) == len(said["samples"]["stage 3"]) == 2
