@@ -1,9 +1,10 @@
 """One step of the engine, as a trace: what each rank computed, sent and waited for, and when.
 
 ``overlap.py --stage 3 --out step.json`` writes a file that https://ui.perfetto.dev opens, ``--svg FILE`` draws it, and
-the table says how much of the time that messages were under way was stood still for. Nothing here is a target: the
-figures are those of the machine it runs on, and what must hold whatever the machine is tested from the same trace
-(``tests/engine/test_engine_trace.py``).
+the table says how much of the time that messages were under way was stood still for. Ranks send through sockets, as
+those of several hosts do: on one host they would read each other's memory, which takes little time and overlaps with
+nothing. No figure here is a target: they are those of the machine it runs on, and what must hold whatever the machine
+is tested from the same trace (``tests/engine/test_engine_trace.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.engine.comm import connect
+from launcher.engine.comm.choose import SEND
 from launcher.engine.trace import COMPUTE, GATHER, REDUCE, WAIT, Span, Trace
 from launcher.engine.zero import ZeroEngine
 
@@ -39,7 +41,7 @@ def _traced(rank: int, world: int, stage: int, size: str, out: str) -> list[list
     seen = Trace()
     optimizer = {"lr": policies.LR, "betas": policies.BETAS, "eps": policies.EPS, "clip": policies.CLIP}
     config = {"zero": {"stage": stage, "bucket_bytes": policies.BUCKET_BYTES}, "optimizer": optimizer}
-    engine = ZeroEngine(policies.make_model(size), config, comm=seen.of(connect()))
+    engine = ZeroEngine(policies.make_model(size), config, comm=seen.of(connect(same_host=SEND)))
     seen.watch(engine)
     for number in range(WARM_UPS):
         _step(engine, seen, policies.batch(size, number, rank))

@@ -15,6 +15,7 @@ from engine_ranks import run_ranks
 from launcher.contract.train import GPT as GPTConfig
 from launcher.contract.train import AdamW, Zero
 from launcher.engine.comm import connect
+from launcher.engine.comm.choose import SEND
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
 from launcher.engine.trace import COMPUTE, GATHER, REDUCE, WAIT, Span, Trace
@@ -27,7 +28,7 @@ def _step(rank: int, world: int, stage: int, path: str) -> list[list[Span]]:
     torch.manual_seed(3)
     trace = Trace()
     model = GPT(GPTConfig(layers=LAYERS, hidden=16, heads=2, seq_len=8, vocab=32))
-    engine = ZeroEngine(model, EngineConfig(Zero(stage), AdamW(1e-3)), comm=trace.of(connect()))
+    engine = ZeroEngine(model, EngineConfig(Zero(stage), AdamW(1e-3)), comm=trace.of(connect(same_host=SEND)))
     trace.watch(engine)
 
     def step(tokens: torch.Tensor) -> None:
