@@ -42,6 +42,7 @@ class Chosen:
     def __init__(self, config: AdamW | SGD, choice: Choice = None) -> None:
         self.config = config
         self.lr = config.lr
+        self.name = type(config).__name__
         self._make: Factory | None = None
         if choice is None:
             self.moments = FlatAdamW.moments if isinstance(config, AdamW) else sgd_moments(config)
@@ -50,6 +51,7 @@ class Chosen:
         probe = torch.zeros(LANES)
         optimizer = _checked(self._make, [{"params": [probe]}])
         self.lr = float(optimizer.param_groups[0]["lr"])
+        self.name = type(optimizer).__name__
         probe.grad = torch.ones(LANES)
         optimizer.step()
         state = {k: v for k, v in optimizer.state[probe].items() if isinstance(v, Tensor)}

@@ -8,13 +8,16 @@ forms a replica. Every rank makes every group, in one order.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..contract.errors import UsageError
 from ..contract.topology import Topology
+from .agreement import agree_on_settings
 from .comm import Alone, Comm, connect
 from .comm.choose import READ, SEND
 
@@ -59,6 +62,7 @@ class Ranks:
                     raise UsageError(f"{name}: {wanted} needs as many ranks; there is one")
             alone = Alone()
             return cls(alone, alone, Alone())
+        agree_on_groups({"parallel.tensor": tensor, "zero.replicas": replicas, "zero.same_host": same_host})
         partitioned = tensor == replicas == 1  # over all ranks, which otherwise agree on small things alone
         world = connect(same_host=same_host if partitioned else SEND)
         topology = checked_topology((world.size,), tensor, replicas)
@@ -84,6 +88,13 @@ class Ranks:
     def of_data(cls, comm: Comm) -> Ranks:
         """One way to communicate for everything: no tensor parallelism."""
         return cls(comm, comm, Alone())
+
+
+def agree_on_groups(settings: Mapping[str, Any]) -> None:
+    """Ranks that are told to make other groups than the others would never meet them. On gloo alone, where a message
+    needs no device."""
+    if dist.get_backend() == "gloo":
+        agree_on_settings(connect(same_host=SEND), settings, torch.device("cpu"))
 
 
 def checked_topology(slots: Sequence[int], tensor: int, replicas: int) -> Topology:

@@ -7,21 +7,15 @@ parameters others use too names them in ``zero_kept``: they stay gathered from f
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
 from ..contract import partition
 from ..contract.errors import UsageError
 from ..contract.partition import Layout, Parameter
-from ..contract.plain import to_plain
 from ..contract.train import Units
 from ..contract.units import Module, Tree, group
-from .comm import Comm, gather_bytes
 from .groups import Group, Groups, settle
 from .precision import working_dtype
 from .tensor_parallel import split_of
@@ -120,36 +114,3 @@ def blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         found += blocks(child, f"{prefix}{name}.")
     return found
-
-
-def agree(comm: Comm, layout: Layout, device: torch.device) -> None:
-    """Compares every rank's layout; raises :class:`UsageError` on all of them that names a difference."""
-    text = json.dumps(to_plain(layout), sort_keys=True).encode()
-    digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8, device=device)
-    digests = comm.gather_small(digest, "comparing models")
-    different = (digests != digests[0]).any(1)
-    if not bool(different.any()):
-        return
-    everyone = [json.loads(t) for t in gather_bytes(comm, text, "comparing models", device)]
-    other = int(different.nonzero()[0])
-    raise UsageError(
-        f"rank {other} has another model than rank 0: {_difference(everyone[0], everyone[other])}",
-        hint="every rank must build the same model; check what depends on the rank or on chance",
-    )
-
-
-def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    first = [(u["name"], p) for u in ours["units"] for p in u["parameters"]]
-    second = [(u["name"], p) for u in theirs["units"] for p in u["parameters"]]
-    for index in range(max(len(first), len(second))):
-        if index >= len(first):
-            return f"parameter {second[index][1]['name']} is only there"
-        if index >= len(second):
-            return f"parameter {first[index][1]['name']} is missing there"
-        if first[index] != second[index]:
-            (unit, a), (other_unit, b) = first[index], second[index]
-            keys = [k for k in a if a[k] != b[k]]
-            if not keys:
-                return f"parameter {a['name']} is in unit {other_unit}, not {unit}"
-            return f"parameter {index}: {keys[0]} is {b[keys[0]]!r} there, {a[keys[0]]!r} on rank 0 ({a['name']})"
-    return "the bucket size or the number of ranks"

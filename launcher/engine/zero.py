@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from ..contract.errors import UsageError
 from ..contract.train import TrainConfig
 from . import checkpoint
 from .activations import make_store, recompute
+from .agreement import agree_on_model, agree_on_settings, settings_of
 from .arriving import Arriving, may_outlive_a_step, read_by_forward
 from .background import Background
 from .comm import Comm, barrier
@@ -49,7 +50,7 @@ from .ranks import Ranks
 from .reduce import GradientFlow
 from .tensor_parallel import split_of
 from .unchanged import Unchanged
-from .units import Model, agree, describe
+from .units import Model, describe
 from .weights import load_weights
 
 _log = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class ZeroEngine:
         self.ranks = ranks or (
             Ranks.of_data(comm) if comm is not None else Ranks.connect(replicas=replicas, same_host=same_host)
         )
+        told = settings_of(self.config, chosen, model, self.ranks.degree)
+        agree_on_settings(self.ranks.world, told, device or _device_of(model))
         if isinstance(config, TrainConfig) and config.tensor != self.ranks.degree:
             raise UsageError(
                 f"parallel.tensor is {config.tensor}, but the ranks were connected at degree {self.ranks.degree}",
@@ -165,7 +168,7 @@ class ZeroEngine:
         """The model, its partition and its flat units, from a module or a function that builds one."""
         if isinstance(model, nn.Module):
             described = self._describe(refuse_meta(model), groups, device)
-            agree(self.ranks.world, self.layout, self.device)
+            self._agree(described)
             self._synchronise(described.tensors)
             self._flatten(described, None)
             return described
@@ -179,10 +182,10 @@ class ZeroEngine:
                     described = self._describe(built_whole(model), groups, device)
                     self._flatten(described, None)
                 barrier(self.comm, f"rank {turn} builds its model")
-            agree(self.ranks.world, self.layout, self.device)
+            self._agree(described)
             return described
         described = self._describe(built, groups, device)
-        agree(self.ranks.world, self.layout, self.device)
+        self._agree(described)
         self._flatten(described, recording)
         return described
 
@@ -201,10 +204,13 @@ class ZeroEngine:
             rule=zero.unit,
         )
         self.layout = described.layout
-        self.device = device or _device_of(described.tensors.values())
+        self.device = device or _device_of(model)
         self.store = make_store(model, self.config, self.ranks.tensor, self.device)
         recompute(model, self.config.recompute, self.store)
         return described
+
+    def _agree(self, described: Model) -> None:
+        agree_on_model(self.ranks.world, self.layout, self.model, described.groups, self.device)
 
     def _flatten(self, described: Model, recording: Recording | None) -> None:
         """Every unit's storages; a deferred parameter is made, sliced and dropped with its unit."""
@@ -450,5 +456,7 @@ class ZeroEngine:
         return manifest.step, manifest.extra or {}
 
 
-def _device_of(tensors: Iterable[Tensor]) -> torch.device:
+def _device_of(model: object) -> torch.device:
+    """Where the parameters of a module are; the CPU for those that are nowhere yet, and for a function."""
+    tensors = model.parameters() if isinstance(model, nn.Module) else ()
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
