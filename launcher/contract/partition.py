@@ -231,6 +231,11 @@ class Layout:
     def by_name(self) -> Dict[str, Parameter]:
         return {p.name: p for u in self.units for p in u.parameters}
 
+    @cached_property
+    def psi(self) -> int:
+        """Ψ: elements of the whole model, tied parameters once, whatever the tensor degree; padding left out."""
+        return sum(p.numel for p in self.by_name.values())
+
     @property
     def numel(self) -> int:
         """Parameters that a tensor rank holds together over its data-parallel group, padding left out."""

@@ -92,7 +92,7 @@ class ZeroPolicy:
         return self.engine.load_weights(path)
 
     def parameters(self) -> int:
-        return sum(p.numel for p in self.engine.layout.by_name.values())
+        return self.engine.layout.psi
 
 
 def _may_be_too_large(config: TrainConfig) -> bool:

@@ -154,7 +154,7 @@ def _simulate(request: SimulationRequest) -> Simulation:
         peak_holds=_holds(peak[1].holds),
         peaks=tuple(Peak(p, m.total, _holds(m.holds)) for p, m in recorded.peaks.items()),
         timeline=Timeline(CATEGORIES, tuple(recorded.points), _marks(recorded)),
-        parameters=sum(p.numel for p in engine.layout.by_name.values()),
+        parameters=engine.layout.psi,
         state_bytes={kind: memory[kind] for kind in ("parameters", "gradients", "optimizer")},
         volume_elements=sum(count for name, count in sent.items() if name.endswith("volume_elements")),
         sent_bytes=sum(count for name, count in sent.items() if name.endswith("sent_bytes")),
