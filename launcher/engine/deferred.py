@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,13 +99,13 @@ class Recording(Watching):  # type: ignore[no-untyped-call]
         made = [t for t in tree_iter(outputs) if isinstance(t, Tensor)]
         written = {_key(t) for t in made if not _is_view(function)}
         self._alive += [t.untyped_storage() for t in made]
-        # Aliases: a parameter may be given another storage later (``model.to(dtype)``).
-        args, kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
         self._note(_Operation(function, args, kwargs, outputs, reads, frozenset(written), state))
         return outputs
 
     def _note(self, operation: _Operation) -> None:
-        self._operations.append(operation)
+        """With aliases of its tensors: a parameter may be given another storage later (``model.to(dtype)``)."""
+        args, kwargs, outputs = tree_map(_alias, (operation.args, operation.kwargs, operation.outputs))
+        self._operations.append(replace(operation, args=args, kwargs=kwargs, outputs=outputs))
         if "empty" not in str(operation.function):
             self._filled |= operation.writes
 
@@ -118,10 +118,10 @@ class Recording(Watching):  # type: ignore[no-untyped-call]
                 filled: Tensor = function(tensor, *args, **kwargs)
                 return filled
             state = torch.get_rng_state()
+            key = frozenset({_key(tensor)})
             with torch.utils._python_dispatch._disable_current_modes():
                 _run(function, (tensor, *args), kwargs, _scratch)
-            key = frozenset({_key(tensor)})
-            self._note(_Operation(function, (tensor, *args), kwargs, tensor, key, key, state))
+                self._note(_Operation(function, (tensor, *args), kwargs, tensor, key, key, state))
             return tensor
 
         return fill

@@ -64,7 +64,12 @@ def _transformer() -> nn.Module:
     return nn.Transformer(16, 2, 1, 1, 2048, batch_first=True)
 
 
-@pytest.mark.parametrize("factory", [Strange, _transformer])
+def _converted() -> nn.Module:
+    """The parameters have other storages than those that were filled."""
+    return Strange().bfloat16().double()
+
+
+@pytest.mark.parametrize("factory", [Strange, _transformer, _converted])
 def test_the_same_numbers_as_an_ordinary_construction(factory: Callable[[], nn.Module]) -> None:
     large, everything = _same(factory)
     assert large > 0.5 * everything
