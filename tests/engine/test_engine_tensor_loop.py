@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_job import Job, wait
-from engine_models import relative
 from engine_ranks import run_ranks
-from torch import Tensor, nn
 
-from launcher.contract.errors import UsageError
 from launcher.contract.train import GPT, AdamW, Batch, Checkpointing, Data, TrainConfig, Zero
 from launcher.engine.comm import connect
 from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.tensor_map import split_layers
-from launcher.engine.tensor_parallel import cut, split_of
 from launcher.engine.units import describe
 from launcher.planning.shapes import gpt_layout
 from launcher.specs.models import GptModel
@@ -75,83 +69,6 @@ def test_a_stop_signal_to_any_rank_of_a_tensor_group_stops_all(tmp_path: Path) -
     processes[1].send_signal(signal.SIGUSR2)
     assert wait(processes) == [75, 75], job.log(0) + job.log(1)
     assert job.outcome().outcome == "stopped"
-
-
-# --- a model of one's own ---------------------------------------------------------------------------
-
-
-class Own(nn.Module):
-    """Attention and MLP with sizes taken from tensors; the head is tied to the table of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {"qkv": nn.Linear(8, 24), "out": nn.Linear(8, 8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
-            )
-            for _ in range(2)
-        )
-        self.head = nn.Linear(8, 11)
-        self.head.weight = self.words.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.words(words)
-        for layer in self.layers:
-            batch, seq, _ = x.shape
-            q, k, v = layer["qkv"](x).view(batch, seq, 3, -1, 2).permute(2, 0, 3, 1, 4).unbind(0)
-            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + layer["out"](y.transpose(1, 2).reshape(batch, seq, -1))
-            x = x + layer["down"](torch.relu(layer["up"](x)))
-        logits: Tensor = self.head(x)
-        return logits
-
-
-PLAN = {
-    "layers.*.qkv": "column/3",
-    "layers.*.out": "row",
-    "layers.*.up": "column",
-    "layers.*.down": "row",
-    "words": "vocabulary",
-    "head": "vocabulary",
-}
-
-
-def _own(seed: int = 0) -> Own:
-    torch.manual_seed(seed)
-    return Own().double()
-
-
-def _mapped(rank: int, world: int) -> None:
-    comm = connect()
-    whole, split = _own(), _own()
-    split_layers(split, PLAN, comm)
-    assert split.head.weight is split.words.weight and split_of(split.head.weight) is not None
-    assert sum(p.numel() for p in split.parameters()) < 0.6 * sum(p.numel() for p in whole.parameters())
-    words = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1))
-    for model in (whole, split):
-        nn.functional.cross_entropy(model(words).flatten(0, 1), words.roll(1, 1).flatten()).backward()
-    expected = dict(whole.named_parameters())
-    for name, mine in split.named_parameters():
-        how, gradient = split_of(mine), expected[name].grad
-        assert gradient is not None and mine.grad is not None
-        assert relative(mine.grad, gradient if how is None else cut(gradient, how, comm)) < 1e-11, name
-    refused = {
-        "no layer of the model is called 'layer.0'": {"layer.0": "column"},
-        "layers.0.qkv: 'diagonal' is not known": {"layers.0.qkv": "diagonal"},
-        "layers.0.qkv: 'row/3' is not known": {"layers.0.qkv": "row/3"},
-        "words is a Embedding, which cannot be cut by column": {"words": "column", "head": "column"},
-        "one weight is tied between layers that are cut differently": {"words": "vocabulary"},
-        "is to be both column and row": {"layers.0.up": "column", "layers.*.up": "row"},
-        "parallel.tensor: 2 does not know how to cut this model": {},
-    }
-    for said, plan in refused.items():
-        with pytest.raises(UsageError, match=said.replace(".", r"\.")):
-            split_layers(_own(), plan, comm)
-
-
-def test_a_model_of_ones_own_is_cut_by_a_map_of_names() -> None:
-    run_ranks(2, _mapped)
 
 
 def _sizes(rank: int, world: int) -> None:
