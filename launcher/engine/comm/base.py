@@ -8,7 +8,7 @@ Object collectives are banned: bytes travel as uint8 tensors, JSON inside them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,7 +176,10 @@ class Base:
         received = send.new_empty(sum(receive_counts))
         self.traffic.control_bytes += (send.numel() - send_counts[self.rank]) * send.element_size()
         self._blocking(
-            what, lambda: dist.all_to_all_single(received, send, list(receive_counts), list(send_counts), self.group)
+            what,
+            lambda **how: dist.all_to_all_single(
+                received, send, list(receive_counts), list(send_counts), self.group, **how
+            ),
         )
         return received
 
@@ -189,18 +192,18 @@ class Base:
         # Kept until the next: a thread of gloo lets go of them some time after, which would show in a step's peak.
         self._last_small = value, everyone
         # Into one tensor: a list would be a view a rank.
-        self._blocking(what, lambda: all_gather_call()(everyone, value.unsqueeze(0), group=self.group))
+        self._blocking(what, lambda **how: all_gather_call()(everyone, value.unsqueeze(0), group=self.group, **how))
         return everyone
 
     def broadcast(self, value: Tensor, source: int, what: str) -> None:
         if self.size > 1:
             self.traffic.control_bytes += value.numel() * value.element_size() if self.rank == source else 0
-            self._blocking(what, lambda: dist.broadcast(value, self._global[source], group=self.group))
+            self._blocking(what, lambda **how: dist.broadcast(value, self._global[source], self.group, **how))
 
     def kept(self) -> Sequence[Tensor]:
         return self._last_small or ()
 
-    def _blocking(self, what: str, call: Any) -> None:
+    def _blocking(self, what: str, call: Callable[..., Any]) -> None:
         started = time.perf_counter()
         try:
             call()

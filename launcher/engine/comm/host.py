@@ -2,27 +2,31 @@
 
 The order of things is that of messages. A rank says that a message is ready and where it lies; whoever needs it reads
 it and says so; then the buffer is its owner's again. Nothing happens in the background: a rank hears and reads when it
-begins a message or waits for one, so of two ranks the later one reads as soon as it is there too, and the earlier one
-at its next message. Sums are taken in rank order, piece by piece while a piece is in the core's cache.
+begins a message or waits for one, also for a small one, so of two ranks the later one reads as soon as it is there too,
+and the earlier one at its next message. To begin one never waits. Sums are taken in rank order, piece by piece while a
+piece is in the core's cache.
 """
 
 from __future__ import annotations
 
 import struct
 import time
+import weakref
 import zlib
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .base import CommError, Pending, sum_rows
-from .neighbours import Gone, Neighbours
+from .neighbours import Gone, Neighbours, Unsaid
 from .peers import PeerComm
 
 PIECE_BYTES = 1 << 18
 _READY, _WAS_READ = 1, 2
+_GLANCE_S = 0.0002  # between two looks at whether a small message is there
 
 
 class _Word(NamedTuple):
@@ -47,6 +51,7 @@ class HostComm(PeerComm):
         self._number = 0
         self._under_way: dict[int, _Copy] = {}  # by number; holds the buffers that others read
         self._early: dict[int, list[tuple[int, _Word]]] = {}  # said before this rank began the same message
+        weakref.finalize(self, neighbours.close)
 
     def gather(self, flat: Tensor, what: str) -> Pending:
         if self.size == 1 or flat.device.type != "cpu":
@@ -77,11 +82,10 @@ class HostComm(PeerComm):
 
     def tell(self, peer: int, kind: int, copy: _Copy, address: int = 0) -> None:
         word = _FORM.pack(*_Word(kind, copy.number, copy.digest, address, copy.nbytes))
-        while not self.neighbours.tell(peer, word) and not self.neighbours.of[peer].gone:
-            self.hear(0.001)  # its queue is full; it may be waiting for room in ours
+        self.neighbours.tell(peer, word, copy.unsaid)
 
     def hear(self, timeout_s: float) -> None:
-        """Does what the others' words ask for; waits for the first one."""
+        """Does what the others' words ask for; waits for the first one, or for room for words of its own."""
         for peer, said in self.neighbours.hear(timeout_s):
             word = _Word(*_FORM.unpack(said))
             copy = self._under_way.get(word.number)
@@ -93,6 +97,21 @@ class HostComm(PeerComm):
     def ended(self, copy: _Copy) -> None:
         del self._under_way[copy.number]
 
+    def _blocking(self, what: str, call: Callable[..., Any]) -> None:
+        """Others may wait until this rank has read what they have for it, before they join the small message."""
+        if not self._under_way:
+            super()._blocking(what, call)
+            return
+        started = time.perf_counter()
+        try:
+            work = call(async_op=True)
+            while self._under_way and not work.is_completed():
+                self.hear(_GLANCE_S)
+            work.wait()
+        except RuntimeError as error:
+            raise self.failed(what, -1, error) from error
+        self.traffic.waited_s += time.perf_counter() - started
+
 
 def room_for_pieces(numel: int, dtype: torch.dtype, ranks: int) -> int:
     """Elements that hold a piece of each other rank's part of a message."""
@@ -100,7 +119,7 @@ def room_for_pieces(numel: int, dtype: torch.dtype, ranks: int) -> int:
 
 
 def _piece(numel: int, dtype: torch.dtype, ranks: int) -> int:
-    return min(PIECE_BYTES // dtype.itemsize, numel // ranks)
+    return min(max(1, PIECE_BYTES // dtype.itemsize), numel // ranks)
 
 
 class _Copy:
@@ -114,6 +133,7 @@ class _Copy:
         self.nbytes = flat.numel() // comm.size * flat.element_size()
         self._to_read = set(comm.neighbours.of)
         self._read_by = set(comm.neighbours.of)
+        self.unsaid = Unsaid()
 
     def part_for(self, peer: int) -> int:
         """Which part of ``flat`` another rank reads."""
@@ -131,7 +151,7 @@ class _Copy:
             comm = self.comm
             raise CommError(
                 f"rank {comm.name(comm.rank)}: {self.what}: rank {comm.name(peer)} is at another message "
-                f"({word.nbytes:,} bytes of its part, here {self.nbytes:,})",
+                f"({word.nbytes:,} bytes of its part, here {self.nbytes:,}; message {self.number} of the group)",
                 hint="every rank must do the same steps on the same model, in the same order",
             )
         else:
@@ -154,14 +174,14 @@ class _Copy:
 
     def wait(self) -> None:
         comm, started = self.comm, time.perf_counter()
-        while lacking := self._to_read | self._read_by:
+        while (lacking := self._to_read | self._read_by) or self.unsaid.words:
             for peer in lacking:
                 if comm.neighbours.of[peer].gone:
-                    raise comm.failed(self.what, peer, Gone("its process has ended"))
+                    raise comm.failed(self.what, peer, Gone("its process has ended, or let go of this group"))
             left = started + comm.timeout_s - time.perf_counter()
             if left <= 0:
-                late = min(self._to_read or self._read_by)
-                raise comm.failed(self.what, late, TimeoutError(f"no answer in {comm.timeout_s:.0f} s"))
+                late = min(self._to_read or self._read_by, default=-1)
+                raise comm.failed(self.what, late, TimeoutError(f"no answer in {comm.timeout_s:g} s"))
             comm.hear(left)
         comm.traffic.waited_s += time.perf_counter() - started
 
@@ -194,7 +214,7 @@ class _Sum(_Copy):
     def _sum(self) -> None:
         comm, own = self.comm, self.comm._part(self.flat, self.comm.rank)
         size = own.element_size()
-        step = _piece(self.flat.numel(), own.dtype, comm.size)
+        step = max(1, _piece(self.flat.numel(), own.dtype, comm.size))
         arriving = torch.split(self._scratch, step)[: comm.size - 1]
         others = sorted(self._lies_at.items())
         for at in range(0, own.numel(), step):

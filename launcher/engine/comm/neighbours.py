@@ -20,12 +20,14 @@ import socket
 import struct
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _HELLO = struct.Struct("<32sIQ")  # the listener's secret, the caller's rank, where the caller's token lies
 _TOKEN = 16
+_AT_ONCE = 64  # words of one rank, before another's are looked at
 _PATIENCE_S = 10.0  # all ranks are at the meeting, and a local socket answers at once
 _PR_SET_PTRACER = 0x59616D61
 
@@ -65,12 +67,23 @@ def read_memory(pid: int, address: int, into: int, length: int) -> None:
 
 
 @dataclass
+class Unsaid:
+    """How many words about something found no room yet."""
+
+    words: int = 0
+
+
+@dataclass
 class Neighbour:
-    """One other rank: its socket, and its process as this one sees it."""
+    """One other rank: its socket, and its process as this one sees it. ``ending``: a descriptor that says when that
+    process has ended; the socket's end does not where a process that it forked lives on. -1 where there is none."""
 
     socket: socket.socket
     pid: int
+    ending: int = -1
     gone: bool = False
+    deaf: bool = False  # takes no words any more; what it said before may still be there
+    unsaid: deque[tuple[bytes, Unsaid]] = field(default_factory=deque)
 
 
 @dataclass
@@ -79,54 +92,104 @@ class Neighbours:
 
     of: dict[int, Neighbour]
     _poll: select.poll = field(default_factory=select.poll)
-    _rank_of: dict[int, int] = field(default_factory=dict)
+    _by_descriptor: dict[int, tuple[int, Neighbour]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rank, other in self.of.items():
             other.socket.setblocking(False)
-            self._rank_of[other.socket.fileno()] = rank
-            self._poll.register(other.socket.fileno(), select.POLLIN)
+            other.ending = _ending_of(other.pid)
+            for descriptor in (other.socket.fileno(), other.ending):
+                if descriptor >= 0:
+                    self._by_descriptor[descriptor] = rank, other
+                    self._poll.register(descriptor, select.POLLIN)
 
-    def tell(self, rank: int, word: bytes) -> bool:
-        """Whether the word went off; not when the other's queue is full, nor when it is gone."""
+    def tell(self, rank: int, word: bytes, unsaid: Unsaid) -> None:
+        """Says it at once, or, where the other's queue is full, when there is room and :meth:`hear` is called:
+        ``unsaid`` counts it until then. Never waits, since the other may be waiting for this rank elsewhere."""
         other = self.of[rank]
-        try:
-            other.socket.send(word)
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._lost(other)
-        return not other.gone
+        if other.unsaid or not self._send(other, word):
+            if not other.unsaid:
+                self._poll.modify(other.socket.fileno(), select.POLLIN | select.POLLOUT)
+            other.unsaid.append((word, unsaid))
+            unsaid.words += 1
 
     def hear(self, timeout_s: float) -> list[tuple[int, bytes]]:
-        """Words that have arrived; waits for the first one. A rank that is gone is marked, and says nothing more."""
-        heard = []
-        for descriptor, _ in self._poll.poll(timeout_s * 1000):
-            rank = self._rank_of[descriptor]
-            other = self.of[rank]
-            try:
-                word = other.socket.recv(256)
-            except BlockingIOError:
+        """Words that have arrived; waits for the first one, or for room for one that is unsaid. A rank that is gone is
+        marked, and says nothing more."""
+        heard: list[tuple[int, bytes]] = []
+        for descriptor, event in self._poll.poll(timeout_s * 1000):
+            rank, other = self._by_descriptor[descriptor]
+            if other.gone:
                 continue
-            except OSError:
-                word = b""
-            if word:
-                heard.append((rank, word))
-            else:
-                self._lost(other)
+            if event & ~select.POLLOUT:
+                ended = self._receive(rank, other, heard)
+                if descriptor == other.ending and not ended:
+                    ended = self._receive(rank, other, heard, limit=None)
+                if ended or descriptor == other.ending:
+                    self._lost(other)
+                    continue
+            if event & select.POLLOUT:
+                self._say_unsaid(other)
         return heard
 
     def read(self, rank: int, address: int, into: int, length: int) -> None:
         read_memory(self.of[rank].pid, address, into, length)
 
+    def _receive(
+        self, rank: int, other: Neighbour, heard: list[tuple[int, bytes]], limit: int | None = _AT_ONCE
+    ) -> bool:
+        """Whether the other side has closed its end."""
+        while limit is None or limit > 0:
+            limit = None if limit is None else limit - 1
+            try:
+                word = other.socket.recv(256)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+            if not word:
+                return True
+            heard.append((rank, word))
+        return False
+
+    def _send(self, other: Neighbour, word: bytes) -> bool:
+        """Whether nothing is left to do with this word."""
+        try:
+            other.deaf or other.socket.send(word)
+        except BlockingIOError:
+            return False
+        except OSError:
+            other.deaf = True
+        return True
+
+    def _say_unsaid(self, other: Neighbour) -> None:
+        while other.unsaid and self._send(other, other.unsaid[0][0]):
+            other.unsaid.popleft()[1].words -= 1
+        if not other.unsaid:
+            self._poll.modify(other.socket.fileno(), select.POLLIN)
+
     def _lost(self, other: Neighbour) -> None:
-        if not other.gone:
-            other.gone = True
-            self._poll.unregister(other.socket.fileno())
+        other.gone = other.deaf = True
+        for descriptor in (other.socket.fileno(), other.ending):
+            if descriptor >= 0:
+                self._poll.unregister(descriptor)
+        for _, unsaid in other.unsaid:
+            unsaid.words -= 1
+        other.unsaid.clear()
 
     def close(self) -> None:
         for other in self.of.values():
             other.socket.close()
+            if other.ending >= 0:
+                os.close(other.ending)
+                other.ending = -1
+
+
+def _ending_of(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # Linux before 5.3, or a container's filter
+        return -1
 
 
 def meet(rank: int, size: int, exchange: Callable[[bytes], list[bytes]]) -> Neighbours | None:
@@ -137,7 +200,11 @@ def meet(rank: int, size: int, exchange: Callable[[bytes], list[bytes]]) -> Neig
     meeting = _Meeting(rank, size)
     try:
         for question in (meeting.invite, meeting.call, meeting.answer, meeting.prove):
-            said = exchange(question())
+            try:
+                answer = question()
+            except OSError:  # no descriptor left, another network namespace, or a user that is another
+                answer = b""
+            said = exchange(answer)
             if not all(said):
                 return None
             meeting.said = said
@@ -166,7 +233,7 @@ class _Meeting:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = b"\0zerun-" + secrets.token_hex(8).encode()  # no file; known within the network namespace
         self._listener.bind(name)
-        self._listener.listen(self.size)
+        self._listener.listen(128)  # strangers may stand in the queue too
         return b" ".join((host, self._secret.hex().encode(), name[1:]))
 
     def call(self) -> bytes:
@@ -179,32 +246,52 @@ class _Meeting:
             caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             caller.settimeout(_PATIENCE_S)
             self._met[other] = caller, 0
-            try:
-                caller.connect(b"\0" + name)
-                caller.send(_HELLO.pack(bytes.fromhex(secret.decode()), self.rank, self._lies_at))
-            except OSError:
-                return b""  # another network namespace
+            caller.connect(b"\0" + name)
+            caller.send(_HELLO.pack(bytes.fromhex(secret.decode()), self.rank, self._lies_at))
         return b"called"
 
     def answer(self) -> bytes:
-        """Hears who called (whoever does not know the secret is sent away), and says where the own token lies."""
+        """Hears who called, and says where the own token lies. Whoever does not know the secret is sent away, and who
+        says nothing is not waited for."""
         assert self._listener is not None
+        self._listener.setblocking(False)
         end = time.monotonic() + _PATIENCE_S
-        while len(self._met) < self.size - 1:
-            self._listener.settimeout(max(0.001, end - time.monotonic()))
-            try:
-                called, _ = self._listener.accept()
-                called.settimeout(_PATIENCE_S)
-                hello = called.recv(_HELLO.size)
-                secret, other, lies_at = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0, 0)
-                if not secrets.compare_digest(secret, self._secret) or not self.rank < other < self.size:
-                    called.close()
-                    continue
-                called.send(_HELLO.pack(secret, self.rank, self._lies_at))
-            except OSError:
-                return b""
-            self._met[other] = called, lies_at
+        waiting: dict[int, socket.socket] = {}
+        poll = select.poll()
+        poll.register(self._listener.fileno(), select.POLLIN)
+        try:
+            while len(self._met) < self.size - 1:
+                ready = poll.poll(max(0.0, end - time.monotonic()) * 1000)
+                if not ready:
+                    return b""
+                for descriptor, _ in ready:
+                    if descriptor == self._listener.fileno():
+                        called, _ = self._listener.accept()
+                        waiting[called.fileno()] = called
+                        poll.register(called.fileno(), select.POLLIN)
+                        continue
+                    poll.unregister(descriptor)
+                    called = waiting.pop(descriptor)
+                    if not self._hear_hello(called):
+                        called.close()
+        finally:
+            for stranger in waiting.values():
+                stranger.close()
         return self._token.raw
+
+    def _hear_hello(self, called: socket.socket) -> bool:
+        """Whether who called is one of this group."""
+        called.settimeout(_PATIENCE_S)
+        try:
+            hello = called.recv(_HELLO.size)
+            secret, other, lies_at = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0, 0)
+            if not secrets.compare_digest(secret, self._secret) or not self.rank < other < self.size:
+                return False
+            called.send(_HELLO.pack(secret, self.rank, self._lies_at))
+        except OSError:
+            return False
+        self._met[other] = called, lies_at
+        return True
 
     def prove(self) -> bytes:
         """Reads every other rank's token from its memory."""
