@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..contract.errors import UsageError
 from .comm import Comm
+from .lane import Lane
 
 
 class Rows:
@@ -101,13 +102,13 @@ class Kept:
 class Store:
     """Keeps what ``blocks`` recomputed blocks store, partitioned over ``comm``; in host memory if ``host``."""
 
-    def __init__(self, comm: Comm, *, blocks: int, device: torch.device, host: bool = False) -> None:
+    def __init__(
+        self, comm: Comm, *, blocks: int, device: torch.device, host: bool = False, lane: Lane | None = None
+    ) -> None:
         self.comm = comm
         self.host = host
-        self._stream: Any = None
-        if host and device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.rows = Rows(blocks, pinned=self._stream is not None)
+        self._lane = lane or (Lane(device) if host and device.type == "cuda" else None)  # None: copies are made at once
+        self.rows = Rows(blocks, pinned=self._lane is not None and self._lane.pinned)
         self._waiting: list[weakref.ref[Kept]] = []  # in the order of forward
 
     def home(self, device: torch.device) -> torch.device:
@@ -141,38 +142,30 @@ class Store:
     # --- to host memory and back -----------------------------------------------------------------------
 
     def to_row(self, part: Tensor, row: Tensor) -> None:
-        if self._stream is None:
+        if self._lane is None:
             row.copy_(part)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(part.device))
-        with torch.cuda.stream(self._stream):
-            row.copy_(part, non_blocking=True)
-        part.record_stream(self._stream)
+        else:
+            self._lane.copy(row, part, on_device=part)
 
     def from_row(self, kept: Kept) -> Tensor:
-        """The part on the device. The one that backward needs next sets out meanwhile."""
+        """The part on the device. The one that backward needs next sets out meanwhile: two are there at a time."""
         assert kept.row is not None
         self._waiting = [k for k in self._waiting if k() not in (None, kept)]
-        if self._stream is None:
+        if self._lane is None:
             return kept.row.to(kept.device)
-        self._set_out(kept)
-        part = kept.arriving
+        self._set_out(kept, self._lane)
+        part, kept.arriving = kept.arriving, None
         assert part is not None
-        torch.cuda.current_stream(kept.device).wait_stream(self._stream)
-        kept.arriving = None
+        self._lane.arrived()  # before the next one sets out, which need not be waited for
         behind = self._waiting[-1]() if self._waiting else None
         if behind is not None:
-            self._set_out(behind)
+            self._set_out(behind, self._lane)
         return part
 
-    def _set_out(self, kept: Kept) -> None:
-        if kept.arriving is not None or kept.row is None:
-            return
-        kept.arriving = torch.empty(kept.row.numel(), dtype=kept.dtype, device=kept.device)
-        self._stream.wait_stream(torch.cuda.current_stream(kept.device))
-        with torch.cuda.stream(self._stream):
-            kept.arriving.copy_(kept.row, non_blocking=True)
-        kept.arriving.record_stream(self._stream)
+    def _set_out(self, kept: Kept, lane: Lane) -> None:
+        if kept.arriving is None and kept.row is not None:
+            kept.arriving = torch.empty(kept.row.numel(), dtype=kept.dtype, device=kept.device)
+            lane.copy(kept.arriving, kept.row, on_device=kept.arriving)
 
 
 def _loaded(value: Any) -> Any:
