@@ -7,14 +7,16 @@ assignment, ``module.weight = …``) or adds one would train one thing and use a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..contract.errors import UsageError
 from .flat import FlatUnit
 
 _HINT = "move, convert, extend and load the model before ZeroEngine; copy_() into a parameter inside gathered()"
+_POINTER = attrgetter("_cdata")
 
 
 class Unchanged:
@@ -30,9 +32,20 @@ class Unchanged:
             for key, tensor in parameters.items()
             if tensor is not None
         ]
+        self._dicts = [parameters for _, parameters in self._modules]
+        self._tensors = [tensor for _, _, tensor, _ in self._places]
+        self._were = self._are()
+
+    def _are(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which parameters stand in the modules, and which memory the engine's have: read by C alone."""
+        there = tuple(map(id, chain.from_iterable(map(dict.values, self._dicts))))
+        return there, tuple(map(_POINTER, map(Tensor.untyped_storage, self._tensors)))
 
     def check(self) -> None:
         """Raises :class:`UsageError` naming the first parameter that is not what it was."""
+        are = self._are()
+        if are == self._were:
+            return
         for place, (parameters, key, tensor, full) in enumerate(self._places):
             if parameters.get(key) is not tensor:
                 raise UsageError(f"parameter {self._name(place)} was replaced after ZeroEngine was made", hint=_HINT)
@@ -44,13 +57,14 @@ class Unchanged:
             if len(parameters) != count:
                 added = list(parameters)[count:]
                 raise UsageError(f"parameter {_joined(name, added[0])} was added after ZeroEngine was made", hint=_HINT)
+        self._were = are  # the same ones in another order
 
     def _name(self, place: int) -> str:
         wanted, key = self._places[place][:2]
         return next(_joined(name, key) for name, parameters in self._modules if parameters is wanted)
 
 
-def _shares(tensor: torch.Tensor, full: torch.Tensor) -> bool:
+def _shares(tensor: Tensor, full: Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == full.untyped_storage()._cdata)
 
 

@@ -263,12 +263,14 @@ class ZeroEngine:
                 self.comm.broadcast(buffer, 0, what)
 
     def _hook(self, number: int, index: int) -> Any:
+        place = self.flow.places[number][index]
+
         def arrived(tensor: Tensor) -> None:
             if not self._in_backward:
                 raise UsageError("loss.backward() was called; the engine's is zero.backward(loss)")
             gradient, tensor.grad = tensor.grad, None
             assert gradient is not None
-            self.flow.arrived(number, index, gradient)
+            self.flow.arrived(place, gradient)
             if self.gathering is not None:
                 self.gathering.arrived(number)
 
@@ -285,7 +287,7 @@ class ZeroEngine:
             )
         self.micro_step += 1
         self.losses.keep(loss)
-        self.flow.begin(first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)
+        self.flow.begin(loss, first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)
         if self.gathering is not None:
             self.gathering.begin_backward()
         if self.loss_scale.value != 1.0:
@@ -356,18 +358,18 @@ class ZeroEngine:
     def _unused_left_alone(self) -> Iterator[bool]:
         """A parameter that no rank used in this step is not updated at all, as in an undistributed run. Yields whether
         there is none, so that what was updated may be handed out at once."""
-        total = sum(len(u.unit.placed) for u in self.units if u.unit.trainable)
-        flags = torch.zeros(total, dtype=torch.uint8, device=self.device)
-        names = [(n, i) for n, u in enumerate(self.units) if u.unit.trainable for i in range(len(u.unit.placed))]
-        missing = [at for at, key in enumerate(names) if key not in self.flow.touched]
-        # Whether any rank lacks anything is agreed first: that is one byte in the usual case.
-        lacking = torch.tensor([len(missing) > 0], dtype=torch.uint8, device=self.device)
-        if not bool(self.comm.gather_small(lacking, "unused parameters").ne(0).any()):
+        # Whether any rank lacks anything is agreed first, and with it whether buckets had to wait for their turn on the
+        # rank whose order it is. By itself: the norm's messages stay among the ranks of one replica.
+        here = torch.tensor([not self.flow.all_used, self.flow.disturbed], dtype=torch.uint8, device=self.device)
+        lacking, disturbed = self.comm.gather_small(here, "unused parameters").ne(0).any(0)
+        if bool(disturbed):
+            self.flow.settle_anew()
+        if not bool(lacking):
             yield True
             return
-        flags += 1
-        flags[missing] = 0
+        flags = torch.tensor(self.flow.used(), dtype=torch.uint8, device=self.device)
         used = self.comm.gather_small(flags, "unused parameters").amax(0)
+        names = [(n, i) for n, u in enumerate(self.units) if u.unit.trainable for i in range(len(u.unit.placed))]
         kept: list[tuple[Tensor, Tensor]] = []
         for at, (number, index) in enumerate(names):
             if not used[at]:

@@ -26,7 +26,7 @@ from .plan import Alive, StageMemory, StepLine
 from .shapes import Shapes
 
 PIECE_BYTES = 1 << 18  # what ranks of one host read at once (engine/comm/host.py)
-IN_FLIGHT = 2  # bucket buffers of a kind that the engine keeps (engine/reduce.py)
+IN_FLIGHT = 2  # bucket buffers of a kind that the engine keeps (engine/buckets.py)
 SLACK_PER_MILLE = 50
 """Allocator slack, an assumption: of what comes and goes within a step, how much is lost to rounding and holes."""
 
