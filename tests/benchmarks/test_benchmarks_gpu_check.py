@@ -27,6 +27,9 @@ def test_a_row_and_a_json_value_a_stage_and_equal_losses() -> None:
         assert found["pairs"] == 6 and found["at_most"] == 1.03
         assert found["low"] <= found["ratio"] <= found["high"]
         assert found["loss_zero"] == found["loss_plain"], "one model, one optimizer, one clipping: one loss"
+    moved = said["activations"]
+    assert moved["host_bytes"] == moved["inputs_bytes"] == 2 * 2 * 16 * 32 * 2
+    assert moved["losses"]["host"] == moved["losses"]["whole"] and moved["verdict"] == "not measured"
     rows = [line for line in done.stderr.splitlines() if line.startswith("|")]
     assert [row.split("|")[1].strip() for row in rows] == ["0", "3"]
     assert {row.count("|") for row in rows} == {9}, "as many cells as the table in docs/performance.md has"
