@@ -1,7 +1,7 @@
 # Everything a newcomer needs: `make run` trains, `make test` proves. Both set themselves up.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint docs accuracy
+.PHONY: help setup run test test-all lint docs accuracy zero
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -31,3 +31,7 @@ docs: setup  ## writes docs/cli.md, descriptions.md, messages.md and paper.md an
 # page says is held by tests/simulate/test_simulate_exact.py meanwhile, a part of it in `make test`.
 accuracy: setup  ## writes docs/accuracy.md anew from real ranks, in minutes
 	@.venv/bin/python scripts/gen_accuracy_docs.py
+
+zero: setup  ## writes the tables and the picture of docs/zero.md anew from real ranks
+	@.venv/bin/python scripts/gen_zero_docs.py
+	@.venv/bin/python scripts/gen_zero_step.py

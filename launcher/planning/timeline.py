@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from ..contract.simulation import Simulation
@@ -25,8 +26,33 @@ _LEFT, _TOP, _WIDTH, _HEIGHT, _KEY = 76, 64, 690, 340, 226
 _QUIET = "#555555"
 
 
-def timeline_svg(simulation: Simulation, title: str, device_bytes: int | None = None) -> str:
-    """The picture. A line is drawn at ``device_bytes`` where that is near enough to be seen."""
+class Bar(NamedTuple):
+    """Something that lasts from one point of the timeline to another; ``label`` stands in it where there is room."""
+
+    begin: float
+    end: float
+    label: str
+    what: str
+
+
+class Lane(NamedTuple):
+    """Bars of one kind, drawn below the memory."""
+
+    name: str
+    colour: str
+    bars: Sequence[Bar]
+
+
+def timeline_svg(
+    simulation: Simulation,
+    title: str,
+    device_bytes: int | None = None,
+    *,
+    how: str = "simulated",
+    lanes: Sequence[Lane] = (),
+) -> str:
+    """The picture. A line is drawn at ``device_bytes`` where that is near enough to be seen; ``how`` says what was
+    watched."""
     timeline = simulation.timeline
     totals = [sum(point) for point in timeline.points]
     most = max([*totals, 1])
@@ -34,18 +60,20 @@ def timeline_svg(simulation: Simulation, title: str, device_bytes: int | None = 
     top = most * 1.1  # room for the words at the peak
     if device_bytes is not None and device_bytes <= 2 * most:
         top = max(top, device_bytes * 1.1)
-    width, height = _LEFT + _WIDTH + _KEY, _TOP + _HEIGHT + 46
+    drawn, lowest = _lanes(lanes, len(timeline.points))
+    width, height = _LEFT + _WIDTH + _KEY, lowest
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="{_LEFT}" y="22" font-size="16">{escape(title)}</text>',
         f'<text x="{_LEFT}" y="42" fill="{_QUIET}">tensors of one step on rank {simulation.rank} of '
-        f"{simulation.world_size}, simulated</text>",
+        f"{simulation.world_size}, {escape(how)}</text>",
         *_areas(timeline.points, timeline.categories, top),
         *_marks(timeline.marks, len(timeline.points)),
         *_axis(top, step),
         *_key(simulation),
+        *drawn,
     ]
     if device_bytes is not None and device_bytes <= top:
         parts.append(_device(_y(device_bytes, top), f"device: {readable(device_bytes)}"))
@@ -101,6 +129,27 @@ def _marks(marks: Sequence[tuple[int, str]], count: int) -> Iterator[str]:
         if left >= free and left + words <= max(_x(end, count), _LEFT + _WIDTH * (number == len(marks) - 1)):
             yield f'<text x="{left:.1f}" y="{bottom + 18}" fill="{_QUIET}">{escape(phase)}</text>'
             free = left + words
+
+
+def _lanes(lanes: Sequence[Lane], count: int) -> tuple[list[str], int]:
+    """Bars below the axis, those that overlap in rows of their own; and where the picture ends."""
+    parts, y = [], _TOP + _HEIGHT + 46
+    for lane in lanes:
+        rows: list[float] = []
+        for bar in sorted(lane.bars):
+            row = next((i for i, free in enumerate(rows) if free <= bar.begin), len(rows))
+            rows[row:] = [bar.end, *rows[row + 1 :]]
+            x, top = _x(bar.begin, count), y + 16 * row
+            wide = max(2.0, _x(bar.end, count) - x)
+            place = f'x="{x:.1f}" y="{top}" width="{wide:.1f}" height="14"'
+            words = f"<title>{escape(bar.what)}</title>"
+            parts.append(f'<rect {place} fill="{lane.colour}" stroke="#ffffff">{words}</rect>')
+            if 6 * len(bar.label) < wide:
+                middle = f'x="{x + wide / 2:.1f}" y="{top + 11}" text-anchor="middle"'
+                parts.append(f'<text {middle} font-size="10" fill="#ffffff">{escape(bar.label)}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(lane.name)}</text>')
+        y += 16 * max(1, len(rows)) + 6
+    return parts, y
 
 
 def _axis(top: float, step: int) -> Iterator[str]:
