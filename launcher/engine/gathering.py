@@ -1,10 +1,16 @@
 """When the units of stage 3 are gathered and released.
 
-A unit is gathered before its modules' forward and before their backward, and released after each. Those that
-come next are fetched meanwhile, ``prefetch`` of them. Units that no module uses alone (embeddings, the last norm)
-stay gathered from forward to backward, and with them what ``reshard`` says: the last unit (``keep_last``), none
-(``after_forward``), or all (``keep``). In activation recomputation a forward runs inside backward: it gathers, and
-leaves releasing to that backward.
+A block, what uses a unit alone, is gathered before its modules' forward and before their backward, and released after
+each. Those that come next are fetched meanwhile, ``prefetch`` of them: in forward by the order that the first one
+showed (``engine.order``), in backward by what this forward did. Units that no module uses alone (embeddings, the last
+norm) stay gathered from forward to backward, and with them what ``reshard`` says: the block that was used last
+(``keep_last``), none (``after_forward``), or all (``keep``). What was fetched and not used goes when the next block
+begins. In activation recomputation a forward runs inside backward: it gathers, and leaves releasing to that backward.
+
+Backward runs the operations of a forward strictly from the last to the first. So when it comes to what went into a
+block, or to what came out of an earlier one, it is through with the block, whatever of it was used.
+
+Nothing here depends on time: ranks that run the same modules post the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -14,22 +20,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import register_multi_grad_hook
 
-from ..contract.errors import UsageError
+from .elsewhere import FirstForward
 from .flat import FlatUnit
+from .order import NOTHING, Order, Use, Uses
 
 
 class Gathering:
-    """Hooks on a module that gather each unit in time. ``watch``: the first forward is held against the rule."""
+    """Hooks on a module that gather each unit in time."""
 
-    def __init__(
-        self, module: nn.Module, units: Sequence[FlatUnit], *, prefetch: int, reshard: str, watch: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[FlatUnit], *, prefetch: int, reshard: str) -> None:
         self.units = units
-        self.prefetch = prefetch
+        self.prefetch, self.reshard = prefetch, reshard
         self.in_backward = False
         self.pinned = 0  # > 0 inside ``gathered()``: nothing is released
         blocks: dict[tuple[str, ...], list[int]] = {}
@@ -38,124 +41,232 @@ class Gathering:
                 blocks.setdefault(flat.unit.modules, []).append(number)
         self._blocks = list(blocks.values())
         self._root = [i for i, flat in enumerate(units) if not flat.unit.modules]
-        staying = {"keep": len(self._blocks), "keep_last": 1, "after_forward": 0}[reshard]
-        self._stays = [at >= len(self._blocks) - staying for at in range(len(self._blocks))]
         self._position = {number: at for at, row in enumerate(self._blocks) for number in row}
-        self._trainable = [
-            sum(len(units[i].unit.placed) for i in row if units[i].unit.trainable) for row in self._blocks
-        ]
-        self._waiting = list(self._trainable)  # gradients of each block that backward still owes
-        self._handles: list[RemovableHandle] = []
-        for at, names in enumerate(blocks):
-            for name in names:
-                member = module.get_submodule(name)
-                before = self._before_forward(at, first=name == names[0])
-                self._handles.append(member.register_forward_pre_hook(before))
-                self._handles.append(member.register_forward_hook(self._after_forward(at, last=name == names[-1])))
-        self._handles.append(module.register_forward_pre_hook(self._before_model, prepend=True))
-        self._handles.append(module.register_forward_hook(self._after_model))
-        if watch and self._blocks:
-            _FirstForward(module, units)
+        called = [[m for name in names for m in _called(module.get_submodule(name))] for names in blocks]
+        self.order = Order([at for at, members in enumerate(called) for _ in members])
+        # A forward.
+        self._running = False  # inside the model's own forward, which has an end
+        self._graph = False  # since the last backward there was a forward that another may go through
+        self._held: set[int] = set()  # blocks that are gathered or on their way
+        self._kept: set[int] = set()  # those of them that stay until backward
+        self._idle: int | None = None  # the block used last, if backward will use it
+        self._open: list[Use] = []  # blocks whose forward runs
+        self._uses = Uses(prefetch)
+        # A backward.
+        self._trainable = [sum(len(units[i].tensors) for i in row if units[i].unit.trainable) for row in self._blocks]
+        self._owed = list(self._trainable)  # gradients of each block that backward has not come to
+        self._by_input: set[int] = set()  # blocks of which the gradient of the input says that backward is through
+        for at, members in enumerate(called):
+            for member in members:
+                member.register_forward_pre_hook(self._before_forward(at), with_kwargs=True)
+                member.register_forward_hook(self._after_forward(at))
+        self._first = FirstForward(module, units, self)
+        module.register_forward_pre_hook(self._before_model, prepend=True)
+        module.register_forward_hook(self._after_model)
+        module.register_forward_hook(self._model_ended, always_call=True)
+        shared = {id(tensor) for number in self._root for tensor in units[number].tensors}
+        for member in module.modules():  # a module may be called without the model's own forward
+            if member is not module and any(id(p) in shared for p in member._parameters.values()):
+                member.register_forward_pre_hook(self._before_member)
 
     @property
     def kept(self) -> list[int]:
-        """Units that stay gathered from forward to backward."""
-        rows = (row for row, stays in zip(self._blocks, self._stays) if stays)  # noqa: B905 (Python 3.9 on the nodes)
-        return self._root + [number for row in rows for number in row]
+        """Units that stay gathered from forward to backward, if forward is as it was."""
+        rows = {"keep": self._blocks, "keep_last": self._blocks and [self._blocks[self.order.last]]}
+        return self._root + [number for row in rows.get(self.reshard, []) for number in row]
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    # --- hooks ---------------------------------------------------------------------------------------
+    # --- the model and what no block uses alone ----------------------------------------------------------
 
     def _before_model(self, *_: Any) -> None:
         for number in self._root:
             self.units[number].gather()
-        if self._blocks and self.prefetch and not self.in_backward:
-            self._fetch(0)
+        if not self.in_backward:
+            self._running = True
+            self._open.clear()
+            self.order.begin()
+            if self.prefetch and self.order.agreed:
+                self._fetch(self.order.ahead(NOTHING, 1))
+        self._wait_for_root()
+
+    def _before_member(self, *_: Any) -> None:
+        if not (self._running or self.in_backward):
+            for number in self._root:
+                self.units[number].gather()
+            self._wait_for_root()
+
+    def _wait_for_root(self) -> None:
+        self._graph |= torch.is_grad_enabled()
         for number in self._root:
             self.units[number].wait()
 
     def _after_model(self, *_: Any) -> None:
-        if not torch.is_grad_enabled():
-            self.release_all()
+        if not self.in_backward:
+            self._agree()
 
-    def _before_forward(self, at: int, *, first: bool) -> Any:
-        def hook(_module: nn.Module, inputs: Any) -> None:
-            self._fetch(at)
-            if first and not self._trainable[at] and torch.is_grad_enabled():
-                # Frozen: no gradient of its own says when backward is through, its input's does.
-                tensors = [t for t in _tensors(inputs) if t.requires_grad]
-                if tensors:
-                    torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: self._release(at), mode="all")
-            if not self.in_backward:
-                for ahead in range(1, self.prefetch + 1):
-                    if at + ahead < len(self._blocks):
-                        self._fetch(at + ahead)
+    def _model_ended(self, *_: Any) -> None:
+        if not self.in_backward:
+            self._running = False
+            self.settle()
+
+    def _agree(self) -> None:
+        if self._blocks:
+            self.order.agree(self.units[0].comm, self.units[0].full.device)
+
+    # --- a block's forward -----------------------------------------------------------------------------
+
+    def _before_forward(self, at: int) -> Any:
+        def hook(_module: nn.Module, inputs: Any, named: Any) -> None:
+            if self.in_backward:
+                self._fetch([at])
+                self._watch_recomputation(at, _tensors((inputs, named), deep=False))
+            elif self._running or torch.is_grad_enabled():
+                self._begin(at)
+                self._watch_inputs(at, _tensors((inputs, named), deep=False))
+            else:
+                self._fetch([at])
             self._wait(at)
 
         return hook
 
-    def _after_forward(self, at: int, *, last: bool) -> Any:
+    def _begin(self, at: int) -> None:
+        self.order.use(at)
+        wanted = [at, *self.order.ahead(at, self.prefetch)]
+        for other in self._held.difference(wanted, self._kept, (use.block for use in self._open)):
+            self._release(other)
+        self._fetch(wanted)
+        self._idle = None
+        self._open.append(Use(at, len(self._uses)))
+
+    def _watch_inputs(self, at: int, tensors: list[Tensor]) -> None:
+        """Backward is through with a block when it comes to what made the inputs. Those that nothing made get their
+        gradients earlier, maybe: then the block goes with the next one's beginning."""
+        if tensors and torch.is_grad_enabled():
+            self._by_input.add(at)
+            uses, begin = self._uses, len(self._uses)
+            made = [t for t in tensors if t.grad_fn is not None]
+            if made and uses.last != at:
+                register_multi_grad_hook(made, lambda _: self._through(uses, begin), mode="all")
+
+    def _watch_recomputation(self, at: int, tensors: list[Tensor]) -> None:
+        """In a backward inside backward (``use_reentrant=True``) the inputs' gradients count as a parameter's."""
+        if tensors and at not in self._by_input and torch.is_grad_enabled():
+            self._owed[at] += 1
+            register_multi_grad_hook(tensors, lambda _: self._paid(at), mode="all")
+
+    def _after_forward(self, at: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
             if self.in_backward:
                 return  # recomputation: backward of this block follows at once
-            if torch.is_grad_enabled():
-                tensors = [t for t in _tensors(outputs) if t.requires_grad]
-                if tensors:
-                    torch.autograd.graph.register_multi_grad_hook(tensors, self._before_backward(at), mode="any")
-                if self._stays[at] and tensors:
-                    return
-            if last:
-                self._release(at)
+            begin = self._open.pop().begin if self._open else len(self._uses)
+            tensors = _tensors(outputs) if torch.is_grad_enabled() else []
+            if tensors:
+                self._graph = True
+                register_multi_grad_hook(tensors, self._before_backward(self._uses, len(self._uses)), mode="any")
+                self._uses.add(Use(at, begin))
+                if self.reshard == "keep":
+                    self._kept.add(at)
+            if at not in self._kept and not any(use.block == at for use in self._open):
+                self._used(at, backward=bool(tensors))
 
         return hook
 
-    def _before_backward(self, at: int) -> Any:
+    def _used(self, at: int, *, backward: bool) -> None:
+        """Releases a block, unless it comes next again, or stays as the last one, or that is not known yet."""
+        after = self.order.next()
+        if not (self._running or backward):
+            self._release(at)  # no end will come
+        elif after is None or after == at or (after == NOTHING and backward and self.reshard == "keep_last"):
+            self._idle = at if backward else None
+        else:
+            self._release(at)
+
+    # --- a block's backward ----------------------------------------------------------------------------
+
+    def _before_backward(self, uses: Uses, number: int) -> Any:
         def hook(_gradient: Tensor) -> None:
-            self._fetch(at)
-            for ahead in range(1, self.prefetch + 1):
-                if at - ahead >= 0:
-                    self._fetch(at - ahead)
-            self._wait(at)
+            self._through(uses, number + 1)
+            if uses.ahead_of(number):
+                blocks = uses.next(number)
+                self._fetch(blocks)
+                self._wait(blocks[0])
 
         return hook
+
+    def _through(self, uses: Uses, first: int) -> None:
+        for at in uses.through(first):
+            self._release(at)
+
+    def _paid(self, at: int) -> None:
+        self._owed[at] -= 1
+        if self._owed[at] == 0 and at not in self._by_input:
+            self._release(at)
 
     # --- what the engine says --------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
+        self._first.stop()
+        self._agree()  # training that never calls the model's own forward
+        self.settle()
         self.in_backward = True
-        self._waiting = list(self._trainable)
+        for number in self._root:  # there, but for a second backward
+            self.units[number].gather()
+        self._wait_for_root()
 
     def arrived(self, number: int) -> None:
-        """A gradient of unit ``number`` is complete; the last one of a block releases it."""
+        """A gradient of unit ``number`` is complete; the last one of a block without inputs' gradients releases it."""
         at = self._position.get(number)
         if at is not None:
-            self._waiting[at] -= 1
-            if self._waiting[at] == 0:
-                self._release(at)
+            self._paid(at)
 
-    def end_backward(self) -> None:
-        self.in_backward = False
-        self.release_all()
+    def end_backward(self, *, failed: bool) -> None:
+        self.in_backward = self._running = self._graph = False
+        self._uses = Uses(self.prefetch)
+        self._owed = list(self._trainable)
+        self.order.begin()
+        if not failed:  # else others may never answer the messages that would be waited for
+            self.release_all()
 
     def release_all(self) -> None:
+        """What is gathered is not what it was, or is of no use any more."""
+        self._idle = None
+        self._kept.clear()
         if not self.pinned:
+            self._held.clear()
             for unit in self.units:
                 unit.release()
 
+    def settle(self) -> None:
+        """A forward is over: what stays until backward does, and nothing else."""
+        self._open.clear()
+        if self._idle is not None and self.reshard == "keep_last":
+            self._kept.add(self._idle)
+        self._idle = None
+        for at in self._held - self._kept:
+            self._release(at)
+        if not (self._graph or self.pinned):
+            for number in self._root:
+                self.units[number].release()
+
     def gather_all(self) -> None:
+        self._held.update(range(len(self._blocks)))
         for unit in self.units:
             unit.gather()
         for unit in self.units:
             unit.wait()
 
+    def stays(self, number: int) -> bool:
+        """Whether what is done with unit ``number`` now will find it in backward too."""
+        at = self._position.get(number)
+        stays = at == self._idle == self.order.last and self.reshard == "keep_last"
+        return at is None or self.pinned > 0 or stays or at in self._kept or any(u.block == at for u in self._open)
+
     # --- one block -------------------------------------------------------------------------------------
 
-    def _fetch(self, at: int) -> None:
-        for number in self._blocks[at]:
-            self.units[number].gather()
+    def _fetch(self, blocks: Sequence[int]) -> None:
+        for at in blocks:
+            self._held.add(at)
+            for number in self._blocks[at]:
+                self.units[number].gather()
 
     def _wait(self, at: int) -> None:
         for number in self._blocks[at]:
@@ -163,66 +274,27 @@ class Gathering:
 
     def _release(self, at: int) -> None:
         if not self.pinned:
+            self._held.discard(at)
+            self._kept.discard(at)
             for number in self._blocks[at]:
                 self.units[number].release()
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a module's output: nested lists, tuples, mappings and dataclass-like outputs."""
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The module, or what of it has a forward: a list of modules is never called itself."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    return [inner for child in module.children() for inner in _called(child)]
+
+
+def _tensors(value: Any, *, deep: bool = True) -> list[Tensor]:
+    """The tensors with gradients in nested lists, tuples and mappings, ``deep``: and in dataclass-like outputs."""
     if isinstance(value, Tensor):
-        return [value]
+        return [value] if value.requires_grad else []
     if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
+        return [t for v in value.values() for t in _tensors(v, deep=deep)]
     if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    if hasattr(value, "__dict__"):
+        return [t for v in value for t in _tensors(v, deep=deep)]
+    if deep and hasattr(value, "__dict__"):
         return [t for v in vars(value).values() for t in _tensors(v)]
     return []
-
-
-class _FirstForward(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at every operation of the first forward: a rule may release what is used once more elsewhere, and then
-    the operation would read memory that is not there."""
-
-    def __init__(self, module: nn.Module, units: Sequence[FlatUnit]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._units = units
-        self._inside = False
-        self._handles = [
-            module.register_forward_pre_hook(self._begin),
-            module.register_forward_hook(self._end, always_call=True),
-        ]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # there is nothing compiled here, and skipping it would import a compiler
-
-    def _begin(self, *_: Any) -> None:
-        self._inside = True
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def _end(self, *_: Any) -> None:
-        if self._inside:
-            self._inside = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for handle in self._handles:
-            handle.remove()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_iter(args):
-            if isinstance(value, Tensor) and value.numel() and not value.untyped_storage().nbytes():
-                self._refuse(value)
-        return function(*args, **(kwargs or {}))
-
-    def _refuse(self, used: Tensor) -> None:
-        storage = used.untyped_storage()._cdata
-        for flat in self._units:
-            if flat.full.untyped_storage()._cdata == storage:
-                at = used.storage_offset()
-                placed = next(p for p in flat.unit.placed if p.start <= at < p.stop)
-                raise UsageError(
-                    f"zero.unit: parameter {placed.parameter.name} is used outside the forward of "
-                    f"{', '.join(flat.unit.modules)}, after its unit was released",
-                    hint=f"name it in the model's own list: zero_kept = ({placed.parameter.name!r},); or choose units "
-                    "that hold every use of their parameters",
-                )

@@ -37,6 +37,7 @@ from .comm import Comm, barrier
 from .config import ConfigLike, EngineConfig
 from .deferred import NotDeferred, Recording, built_whole, record, refuse_meta
 from .elementwise import Choice, Chosen
+from .elsewhere import guard_state
 from .flat import STAGES, FlatUnit
 from .gathering import Gathering
 from .groups import Groups, of_config
@@ -123,13 +124,12 @@ class ZeroEngine:
         self.gathering: Gathering | None = None
         if self.stage.shards_parameters:
             zero = self.config.zero
-            self.gathering = Gathering(
-                self.model, self.units, prefetch=zero.prefetch, reshard=zero.reshard, watch=zero.unit is not None
-            )
+            self.gathering = Gathering(self.model, self.units, prefetch=zero.prefetch, reshard=zero.reshard)
         self.arriving: Arriving | None = None
         wanted = self.config.zero.overlap_gather
         if self._hands_out and (read_by_forward(self.model) if wanted is None else wanted):
             self.arriving = Arriving(self.model, self.units)
+        guard_state(self.model, self.units, self.gathering, before=self.finish_gathering)
         for flat in self.units:
             flat.make_moments(len(chosen.moments))
         # What no module uses alone is needed first, so it is updated and handed out first.
@@ -157,7 +157,7 @@ class ZeroEngine:
         ]
         self._unchanged = Unchanged(self.model, self.units)
         keep_freed(self.device)
-        self._in_backward = False
+        self._in_backward = self._broken = False
 
     def _build(
         self,
@@ -280,6 +280,7 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of one micro-batch's mean loss; the ``accumulation``-th call completes a step."""
+        self._refuse_after_failure()
         if self.micro_step == self.config.accumulation:
             raise UsageError(
                 f"backward was called {self.micro_step + 1} times, but accumulation is {self.config.accumulation}",
@@ -292,13 +293,23 @@ class ZeroEngine:
             self.gathering.begin_backward()
         if self.loss_scale.value != 1.0:
             loss = loss * self.loss_scale.value
-        self._in_backward = True
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._in_backward = False
-        with torch.no_grad():
-            self.flow.finish()
-        if self.gathering is not None:
-            self.gathering.end_backward()
+        self._in_backward = self._broken = True
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                self.flow.finish()
+            self._broken = False
+        finally:
+            self._in_backward = False
+            if self.gathering is not None:
+                self.gathering.end_backward(failed=self._broken)
+
+    def _refuse_after_failure(self) -> None:
+        if self._broken:
+            raise UsageError(
+                "an earlier backward raised an error: its gradients are incomplete, its messages maybe under way",
+                hint="end all ranks and go on from the last checkpoint; that error is the cause",
+            )
 
     @torch.no_grad()
     def step(self) -> StepInfo:
@@ -307,6 +318,7 @@ class ZeroEngine:
         Raises :class:`UsageError` off the accumulation boundary, :class:`NonFinite` when gradients are
         not finite and the policy is to stop.
         """
+        self._refuse_after_failure()
         if self.micro_step != self.config.accumulation:
             raise UsageError(
                 f"step was called after {self.micro_step} of {self.config.accumulation} micro-steps",
@@ -314,6 +326,8 @@ class ZeroEngine:
             )
         self._unchanged.check()
         self.finish_gathering()  # a backward without the model's forward
+        if self.gathering is not None:
+            self.gathering.release_all()  # a forward between backward and step
         self.micro_step = 0
         scale = 1.0 / (self.config.accumulation * self.comm.size * self.loss_scale.value)
         norm = math.sqrt(self.norm.sum_of_squares()) * scale
@@ -404,7 +418,7 @@ class ZeroEngine:
             yield
         finally:
             self.gathering.pinned -= 1
-            self.gathering.release_all()
+            self.gathering.settle()
 
     def memory(self) -> dict[str, int]:
         """Live bytes of all that is kept, by kind (``engine.kept``), summed over the storages that exist now."""

@@ -1,0 +1,113 @@
+"""What reads, writes or leaves half done what stage 3 has partitioned is refused by name, or is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from launcher.contract.errors import UsageError
+from launcher.engine import ZeroEngine
+
+Use = Callable[["Model", Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """``use`` comes after all blocks."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.use(self, x).square().mean()
+
+
+def _engine(stage: int = 3, precision: str = "fp32", use: Use = lambda model, x: x) -> ZeroEngine:
+    return ZeroEngine(Model(use), {"zero": {"stage": stage}, "optimizer": {"lr": 0.1}, "precision": precision})
+
+
+X = torch.ones(2, 4)
+
+
+def _reads(rank: int, world: int) -> None:
+    """In the first forward and up to backward; each of these ended in SIGSEGV or in torch's own nameless words."""
+    outside = r"parameter layers\.{} is used outside the forward of layers\.{}, after its unit was released"
+    uses: list[Use] = [
+        lambda model, x: x * model.layers[1].bias,
+        lambda model, x: x @ model.layers[1].weight,  # type: ignore[operator]
+        lambda model, x: nn.functional.linear(x, model.layers[1].weight),  # type: ignore[arg-type]
+    ]
+    for use in uses:
+        engine = _engine(use=use)
+        for _ in range(2):  # whoever goes on is told again
+            with pytest.raises(UsageError, match=outside.format("1.(weight|bias)", 1)):
+                engine.model(X)
+    last = _engine(use=lambda model, x: x @ model.layers[2].weight)  # type: ignore[operator]
+    for engine in (_engine(), last):  # the last block stays until backward
+        with torch.no_grad():
+            engine.model(X)
+        assert not _get_current_dispatch_mode_stack()
+        for _ in range(2):
+            engine.backward(engine.model(X))
+            engine.step()
+            assert not _get_current_dispatch_mode_stack(), "watching ends with the first backward"
+    engine = _engine()
+    loss = engine.model(X)
+    with pytest.raises(UsageError, match=outside.format("0.weight", 0)):
+        loss + sum((p**2).sum() for p in engine.model.parameters())
+
+
+def _states(rank: int, world: int) -> None:
+    for stage, precision in ((3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "fp32")):
+        engine = _engine(stage, precision)
+        with engine.gathered():
+            state = {name: torch.zeros_like(value) for name, value in engine.model.state_dict().items()}
+        if stage == 3:
+            with pytest.raises(UsageError, match=r"state_dict\(\) was called while parameters are partitioned"):
+                engine.model.state_dict()
+        if stage == 3 or precision == "bf16":
+            with engine.gathered():
+                for part, values in ((engine.model, state), (engine.model.layers[0], {"weight": X, "bias": X})):  # type: ignore[index]
+                    with pytest.raises(UsageError, match=r"load_state_dict\(\) was called on a model that ZeroEngine"):
+                        part.load_state_dict(values)
+        else:
+            engine.backward(engine.model(X))
+            engine.step()
+            engine.model.load_state_dict(state)
+            engine.backward(engine.model(X))
+            engine.step()
+            assert float(engine.model.first.weight.detach().abs().max()) < 0.2  # type: ignore[operator,union-attr]
+
+
+def _failed(rank: int, world: int) -> None:
+    engine = _engine()
+
+    def fails(_gradient: Tensor) -> None:
+        raise ValueError("in a hook")
+
+    handle = engine.model.layers[1].weight.register_hook(fails)  # type: ignore[index,union-attr,operator]
+    with pytest.raises(ValueError, match="in a hook"):
+        engine.backward(engine.model(X))
+    handle.remove()
+    with pytest.raises(UsageError, match=r"loss\.backward\(\) was called; the engine's is"):
+        engine.model(X).backward()
+    for call in (lambda: engine.backward(engine.model(X)), engine.step):
+        with pytest.raises(UsageError, match="an earlier backward raised an error: its gradients are incomplete"):
+            call()
+
+
+@pytest.mark.parametrize("what", [_reads, _states, _failed])
+def test_it_is_refused_by_name_or_right(what: Any) -> None:
+    run_ranks(2, what)
