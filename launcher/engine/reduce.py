@@ -114,11 +114,12 @@ class GradientFlow:
         self._told = set(arrivals)
         default = order(self._places, [])
         at = {bucket: number for number, bucket in enumerate(default)}
-        own = torch.tensor([at[bucket] for bucket in order(self._places, arrivals)], dtype=torch.int32).to(self.device)
+        turns = [at[bucket] for bucket in order(self._places, arrivals)]
+        own = torch.tensor(turns, dtype=torch.int32).to(self.device)
         agreed = own.clone()
         for comm in (self.replica, self.comm):
             comm.broadcast(agreed, 0, "the order in which gradients are summed")
-        new = [default[number] for number in (agreed if bool((agreed != own).any()) else own).tolist()]
+        new = [default[number] for number in (agreed.tolist() if bool((agreed != own).any()) else turns)]
         self._settled = new == self._order
         self._order = new
         for turn, bucket in enumerate(new):
