@@ -51,7 +51,7 @@ def _nan_loss(rank: int, world: int, maker: int) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("maker", [0, 1])
+@pytest.mark.parametrize("maker", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_loss_that_is_no_number_names_its_rank_and_not_the_owner(maker: int) -> None:
     first, *others = run_ranks(2, _nan_loss, maker)
     assert all(told == first for told in others), "one answer for all"
@@ -75,7 +75,7 @@ def _nan_gradient(rank: int, world: int, maker: int) -> dict[tuple[int, str], st
     return told
 
 
-@pytest.mark.parametrize("maker", [0, 2])
+@pytest.mark.parametrize("maker", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_gradient_of_a_finite_loss_names_its_rank_where_that_is_known(maker: int) -> None:
     first, *others = run_ranks(3, _nan_gradient, maker)
     assert all(told == first for told in others)

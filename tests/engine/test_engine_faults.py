@@ -1,0 +1,90 @@
+"""The one place where collectives live is handed in: late, it changes no bit; failed, all ranks end and say where."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from engine_faults import Cut, Late
+from engine_models import MODELS, batches, digest, train, whole_state
+from engine_ranks import outcomes, run_ranks
+
+from launcher.contract.train import AdamW, Zero
+from launcher.engine.comm import Comm, CommError, absent, connect
+from launcher.engine.config import EngineConfig
+from launcher.engine.zero import ZeroEngine
+
+
+def _engine(stage: int, comm: Comm, same_host: str = "read", **zero: Any) -> ZeroEngine:
+    settings = Zero(stage, bucket_bytes=4000, reduce_every="micro_step", same_host=same_host, **zero)
+    return ZeroEngine(MODELS["gpt"][0](), EngineConfig(settings, AdamW(1e-2, clip=0.5), accumulation=2), comm=comm)
+
+
+def _late(rank: int, world: int, same_host: str, seeds: int) -> None:
+    steps = batches(2, 2 * world, 37)
+    in_time = _engine(1, connect(same_host=same_host), same_host)
+    expected = [train(in_time, steps), digest(whole_state(in_time))]
+    for stage in range(4):
+        for seed in range(seeds):
+            late = Late(connect(same_host=same_host), seed)
+            engine = _engine(stage, late, same_host)
+            assert [train(engine, steps), digest(whole_state(engine))] == expected, (stage, seed)
+            assert late.delays > 50
+
+
+@pytest.mark.parametrize(("world", "seeds"), [(2, 1), pytest.param(3, 3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("same_host", ["read", "send"])
+def test_messages_that_come_late_change_no_bit(world: int, same_host: str, seeds: int) -> None:
+    run_ranks(world, _late, same_host, seeds)
+
+
+def _cut(rank: int, world: int, same_host: str, stage: int, number: int) -> tuple[str, list[str], list[str], float]:
+    """What the rank was told, what it had begun and not waited for then, all that it had begun, and when."""
+    absent.WITHIN_S = 0.5
+    inner = connect(dist.new_group(timeout=datetime.timedelta(seconds=1)), same_host=same_host)
+    comm = Cut(inner, number)
+    engine = _engine(stage, comm, same_host)
+    steps = batches(3, 2 * world, 37)
+    train(engine, steps[:1])
+    engine.comm.gather_small(steps[0], "together")
+    comm.armed, comm.counts = rank == 1, True
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        train(engine, steps[1:])
+    took_s = time.monotonic() - started
+    if rank == 1:
+        time.sleep(2)  # it stands still, for longer than the others wait and ask
+    return str(caught.value), comm.unfinished(), comm.begun, took_s
+
+
+# Of a step of two micro-steps: a first message, one in the middle of backward, the norm's, one near the end.
+CUTS = [
+    pytest.param("read", 2, 0, marks=pytest.mark.full),
+    ("read", 3, 17),
+    pytest.param("send", 3, 17, marks=pytest.mark.full),
+    *(
+        pytest.param(kind, stage, n, marks=pytest.mark.full)
+        for kind in ("read", "send")
+        for stage in (1, 3)
+        for n in (1, 9, 40)
+    ),
+]
+
+
+@pytest.mark.parametrize(("same_host", "stage", "number"), CUTS)
+def test_a_message_that_fails_on_one_rank_ends_all_and_is_named(same_host: str, stage: int, number: int) -> None:
+    found = outcomes(3, _cut, same_host, stage, number)
+    assert all(ok for ok, _ in found), found
+    told, unfinished, begun, _ = found[1][1]
+    assert len(begun) == number + 1 and told == f"rank 1: {begun[-1]}: the cable is cut"
+    for rank in (0, 2):
+        message, _, own, took_s = found[rank][1]
+        name, whom = message.removeprefix(f"rank {rank}: ").split(": ", 1)
+        assert own[: number + 1] == begun, "all ranks begin the same"
+        # One that rank 1 never began, or had under way when it stood still.
+        assert name in {*unfinished, *own[number:]}, (name, unfinished)
+        assert whom.startswith("rank 1 did not take part"), message
+        assert took_s < 8
