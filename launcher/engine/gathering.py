@@ -101,12 +101,11 @@ class Gathering:
 
     def _after_model(self, *_: Any) -> None:
         if not self.in_backward:
+            self.settle()
             self._agree()
 
     def _model_ended(self, *_: Any) -> None:
-        if not self.in_backward:
-            self._running = False
-            self.settle()
+        self._running &= self.in_backward  # where it failed, nothing is waited for
 
     def _agree(self) -> None:
         if self._blocks:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..contract.errors import UsageError
 from .comm import Comm
 
 NOTHING = -1  # comes after the last use
@@ -85,12 +86,24 @@ class Order:
         return (self._expected or self._defined or [NOTHING])[-1]
 
     def agree(self, comm: Comm, device: torch.device) -> None:
-        """After the first pass, by all ranks: rank 0's is everyone's from now on."""
+        """After the first pass, by all ranks: rank 0's is everyone's from now on.
+
+        Raises :class:`UsageError` on all of them where some rank did not use the same blocks.
+        """
         if self.agreed or not self._recorded:
             return
         own = self._recorded
         (count,) = _of_first([len(own)], comm, device)
-        self._expected = _of_first((own + [0] * count)[:count], comm, device)
+        first = _of_first((own + [0] * count)[:count], comm, device)
+        other = torch.tensor([_runs(first) != _runs(own)], dtype=torch.uint8, device=device)
+        others = comm.gather_small(other, "comparing the order in which units are used")
+        if bool(others.any()):
+            raise UsageError(
+                f"rank {int(others.flatten().nonzero()[0])} of those that share the parameters used other blocks than "
+                "rank 0, or in another order: they have answered each other's messages crosswise",
+                hint="stage 3: all ranks use the same blocks in the same order; what is random must be so on all alike",
+            )
+        self._expected = first
         self.agreed = True
         self.begin()
 
@@ -148,6 +161,11 @@ class Uses:
                 found.append(self._uses[number].block)
             number -= 1
         return found
+
+
+def _runs(uses: list[int]) -> list[int]:
+    """Without immediate repetitions, for which nothing is gathered."""
+    return [block for block, before in zip(uses, [NOTHING, *uses]) if block != before]  # noqa: B905 (Python 3.9)
 
 
 def _of_first(own: list[int], comm: Comm, device: torch.device) -> list[int]:

@@ -288,13 +288,14 @@ class ZeroEngine:
             )
         self.micro_step += 1
         self.losses.keep(loss)
-        self.flow.begin(loss, first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)
-        if self.gathering is not None:
-            self.gathering.begin_backward()
-        if self.loss_scale.value != 1.0:
-            loss = loss * self.loss_scale.value
-        self._in_backward = self._broken = True
+        self._broken = True
         try:
+            self.flow.begin(loss, first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)
+            if self.gathering is not None:
+                self.gathering.begin_backward()
+            if self.loss_scale.value != 1.0:
+                loss = loss * self.loss_scale.value
+            self._in_backward = True
             loss.backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 self.flow.finish()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -91,6 +90,17 @@ def _states(rank: int, world: int) -> None:
             assert float(engine.model.first.weight.detach().abs().max()) < 0.2  # type: ignore[operator,union-attr]
 
 
+def _crossed(rank: int, world: int) -> None:
+    """On sockets units of one size would go on with each other's values."""
+    engine = ZeroEngine(
+        Model(lambda model, x: x), {"zero": {"stage": 3, "same_host": "send"}, "optimizer": {"lr": 0.1}}
+    )
+    if rank == 1:
+        engine.model.layers = nn.ModuleList([engine.model.layers[n] for n in (1, 0, 2)])  # type: ignore[index]
+    with pytest.raises(UsageError, match="rank 1 of those that share the parameters used other blocks than rank 0"):
+        engine.model(X)
+
+
 def _failed(rank: int, world: int) -> None:
     engine = _engine()
 
@@ -108,6 +118,10 @@ def _failed(rank: int, world: int) -> None:
             call()
 
 
-@pytest.mark.parametrize("what", [_reads, _states, _failed])
-def test_it_is_refused_by_name_or_right(what: Any) -> None:
-    run_ranks(2, what)
+def _all(rank: int, world: int) -> None:
+    for what in (_reads, _states, _crossed, _failed):
+        what(rank, world)
+
+
+def test_it_is_refused_by_name_or_right() -> None:
+    run_ranks(2, _all)
