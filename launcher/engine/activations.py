@@ -3,7 +3,8 @@
 The block's ``forward`` is wrapped, not its hooks: at stage 3 the unit is gathered by the gradient of the
 block's output before recomputation starts. The random state is restored, so dropout is the same, and
 buffers (running statistics) are what they were, so that they are updated once. Where the inputs wait is
-``engine.stored``'s: P_a and P_a+cpu.
+``engine.stored``'s: P_a and P_a+cpu; without those, where they are (a row of a buffer would cost a copy and, at the
+peak, one input more).
 """
 
 from __future__ import annotations
