@@ -23,12 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract.atoms import ATOM, BLOCK, cut, spans
 from ..contract.partition import Placed, Unit
 from .comm import Comm
 from .flat import FlatUnit
 
-ATOM = 256
-BLOCK = 2**16
 _CHUNK = BLOCK // ATOM  # atoms squared at once: half a megabyte of doubles stays in the cache
 
 
@@ -95,7 +94,7 @@ class NormPlan:
         for number, placed, index, start, stop, offset in self._own():
             base = self._block_base[number][index]
             source_of = placed.start if self.units[number].whole_gradient else offset - start
-            for at, end, whole in _cut(start, stop):
+            for at, end, whole in cut(start, stop):
                 to = sends[self._owner[base + at // BLOCK]]
                 if whole:
                     width = (end - at) // ATOM
@@ -138,8 +137,8 @@ class NormPlan:
             numel = placed.stop - placed.start
             for first in range(-(-start // BLOCK) * BLOCK, stop, BLOCK):
                 block = base + first // BLOCK
-                for sender, a, b in _spans(unit, placed.start + first, placed.start + min(first + BLOCK, numel)):
-                    for at, end, whole in _cut(a - placed.start, b - placed.start):
+                for sender, a, b in spans(unit, placed.start + first, placed.start + min(first + BLOCK, numel)):
+                    for at, end, whole in cut(a - placed.start, b - placed.start):
                         width = (end - at) // ATOM if whole else end - at
                         where = (placed.start + at, block, at // ATOM, at % ATOM)
                         arrivals.append(_Arrival(sender, number, *where, width, whole))
@@ -257,29 +256,6 @@ def owner_of(unit: Unit, position: int) -> int:
     """The rank that owns flat element ``position`` of ``unit``."""
     start, stop = unit.bucket_range(position // unit.bucket)
     return (position - start) // ((stop - start) // unit.ranks)
-
-
-def _spans(unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """The owners of flat [start, stop) of ``unit``, in order: (rank, start, stop)."""
-    while start < stop:
-        first, last = unit.bucket_range(start // unit.bucket)
-        width = (last - first) // unit.ranks
-        rank = (start - first) // width
-        end = min(stop, first + (rank + 1) * width)
-        yield rank, start, end
-        start = end
-
-
-def _cut(start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-    """Elements [start, stop) of a parameter, cut at blocks and atoms: (start, stop, whether whole atoms)."""
-    while start < stop:
-        block_stop = min(stop, (start // BLOCK + 1) * BLOCK)
-        if start % ATOM == 0 and block_stop - start >= ATOM:
-            end, whole = start + (block_stop - start) // ATOM * ATOM, True
-        else:
-            end, whole = min(block_stop, (start // ATOM + 1) * ATOM), False
-        yield start, end, whole
-        start = end
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> array[int]:

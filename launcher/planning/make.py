@@ -135,11 +135,12 @@ def _with_step(plan: Plan, job: Job, cluster: Cluster) -> Plan:
         cluster.device.kind,
         config.zero,
         *_near(config.zero, topology, cluster.device.kind),
+        MOMENTS[_moments(_need(job, job.optimizer, "optimizer"))],
     )
     copy = copy_lines(
         step.layout,
         background=config.checkpoint.background,
-        moments=MOMENTS[_moments(_need(job, job.optimizer, "optimizer"))],
+        moments=step.moments,
         device_kind=cluster.device.kind,
     )
     lines = (*step_lines(step), *copy)

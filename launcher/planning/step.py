@@ -21,6 +21,7 @@ from typing import Literal
 from ..contract.partition import Layout
 from ..contract.train import Zero
 from .memory import PRECISION_BYTES
+from .norm import norm_alive, optimizer_scratch
 from .partitioned import rows, staying
 from .plan import Alive, StageMemory, StepLine
 from .shapes import Shapes
@@ -46,6 +47,7 @@ class Step:
     zero: Zero = Zero(0)
     near_shards: bool = False  # the ranks that ZeRO partitions over are on one host, and read each other's memory
     near_replicas: bool = False  # and so are those that hold the same shard
+    moments: int = 2  # the optimizer's tensors of a parameter's shape
 
     @property
     def gradient_item(self) -> int:
@@ -248,24 +250,15 @@ def _temporaries(step: Step) -> list[StepLine]:
             "arithmetic",
             "the head's part, which autograd holds until the embedding's own",
         ),
-        StepLine.of(
-            "norm of the gradient", _norm(step.layout), "assumed", "sums of squares in fp64, and where they go"
-        ),
+        _norm(step),
     ]
 
 
-_ATOM, _BLOCK = 256, 2**16
-
-
-def _norm(layout: Layout) -> Alive:
-    """Roughly what engine/norm.py keeps: a number and indices for each atom, for each element that fills none,
-    and a row of atoms for each block; this rank's share of all of it."""
-    numels = [p.numel for unit in layout.units if unit.trainable for p in unit.parameters]
-    atoms = sum(n // _ATOM for n in numels) // layout.tensor
-    loose = sum(n % _ATOM for n in numels)
-    rows = sum(1 for n in numels if n % _ATOM) + sum(-(-n // _BLOCK) for n in numels)
-    always = 8 * _ATOM * 256 + (16 * atoms + 24 * loose + 4 * _ATOM * rows) // layout.ranks
-    return Alive(always, always, always + (40 * atoms + 36 * loose + 8 * _ATOM * rows) // layout.ranks)
+def _norm(step: Step) -> StepLine:
+    whole = step.state.zero_stage < 2 or not step.sums_every_micro_step
+    scratch = optimizer_scratch(step.layout, step.state.zero_stage, step.moments, whole_gradients=whole)
+    note = "sums of squares in fp64, where they go, and padding rows of the optimizer"
+    return StepLine.of("norm of the gradient", norm_alive(step.layout, scratch), "arithmetic", note)
 
 
 def _largest(step: Step, name: str) -> int:

@@ -9,10 +9,11 @@ import torch
 from engine_ranks import run_ranks
 
 from launcher.contract import partition
+from launcher.contract.atoms import ATOM, BLOCK
 from launcher.contract.partition import Parameter
 from launcher.engine.comm import Alone, connect
 from launcher.engine.flat import STAGES, FlatUnit
-from launcher.engine.norm import ATOM, BLOCK, NormPlan, owner_of
+from launcher.engine.norm import NormPlan, owner_of
 
 SHAPES = [(3,), (BLOCK + 300,), (1,), (255, 3), (2 * BLOCK,), (BLOCK - 1,), (ATOM,), (77, 91)]
 

@@ -72,6 +72,7 @@ def _check(name: str, real: dict[str, Any]) -> None:
     for kind in ("parameters", "gradients", "optimizer"):
         assert lines[kind].bytes == real["memory"][kind], kind
     assert lines["communication buckets"].bytes == real["memory"]["buckets"]
+    assert lines["norm of the gradient"].alive.backward == real["memory"]["norm"]
     for part, groups in (("", ("data",)), ("replica_", ("replica",))):
         traffic = [t for t in plan.traffic or () if t.group in groups]
         assert sum(t.sent_bytes for t in traffic) == real["sent"].get(f"{part}sent_bytes", 0)
