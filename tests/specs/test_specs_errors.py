@@ -475,3 +475,17 @@ def test_slots_that_no_machine_has_are_a_mistake(text: str) -> None:
 def test_the_beginning_of_a_key_is_taken_for_the_key() -> None:
     with pytest.raises(DescriptionError, match=r"unknown key 'slots' \(did you mean 'slots_per_node'\?\)"):
         parse_text("job", JOB + "slots: 2\n", "j.yaml")
+
+
+def test_a_model_of_ones_own_on_tensor_ranks_says_how_it_is_cut() -> None:
+    own = JOB.replace("{kind: gpt, layers: 8, hidden: 512, heads: 8, seq_len: 256}", "{factory: 'own:net'}")
+    own = own.replace("python-stdlib}", "python-stdlib, options: {seq_len: 8}}")
+    how = "a model of your own is cut by parallel.split: names of its layers to column, row or vocabulary"
+    assert mistakes("job", own + "parallel: {tensor: 2}\n") == [f"f.yaml:8:20: {how}"]
+    wrong = 'parallel: {tensor: 2, split: {"layers.*": column/0}}\n'
+    accepted = "accepted: column, column/3, row, vocabulary"
+    assert mistakes("job", own + wrong) == [f"f.yaml:8:30: layers.*: 'column/0' is not accepted; {accepted}"]
+    known = JOB + 'parallel: {tensor: 2, split: {"blocks.*": row}}\n'
+    said = "split goes with a model of your own; the reference model knows its cuts"
+    assert mistakes("job", known) == [f"f.yaml:8:23: {said}"]
+    assert parse_text("job", own + 'parallel: {tensor: 2, split: {"layers.*": column/3}}\n', "f.yaml")
