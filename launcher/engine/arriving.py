@@ -31,7 +31,7 @@ class Arriving:
         together = [flat for flat in units if not flat.unit.modules]
         module.register_forward_pre_hook(self._before(together), prepend=True)
         module.register_forward_hook(self._after_model, always_call=True)
-        module.register_state_dict_pre_hook(self._after_model)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         for flat in units:
             for name in flat.unit.modules:
                 module.get_submodule(name).register_forward_pre_hook(self._before([flat]))
@@ -44,8 +44,14 @@ class Arriving:
         """Some units are on their way."""
         self._under_way = True
 
+    def arrive(self) -> None:
+        """Returns when every unit may be read; one rank alone may call it, wherever the others are."""
+        if self._under_way:
+            for flat in self._units:
+                flat.arrive()
+
     def wait(self) -> None:
-        """Returns when every unit is there."""
+        """Returns when every unit is there, and the other ranks have theirs from here."""
         if self._under_way:
             _wait(self._units)
             self._under_way = False
@@ -59,6 +65,9 @@ class Arriving:
 
     def _after_model(self, *_: Any) -> None:
         self.wait()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.arrive()
 
 
 def read_by_forward(module: nn.Module) -> bool:

@@ -194,6 +194,15 @@ class FlatUnit:
             self._arriving = []
             self.gathered = True
 
+    def arrive(self) -> None:
+        """Returns when ``full`` may be read. Other ranks may still read this one's part where they read memory, for
+        which they need not be waited for before it is changed: :meth:`wait`."""
+        read_from = [pending for pending in self._arriving if hasattr(pending, "arrive")]
+        if not read_from:
+            self.wait()
+        for pending in read_from:
+            pending.arrive()
+
     def release(self) -> None:
         """Gives back the storage of ``full`` (stage 3); what the parameters hold is gone with it."""
         if self.shard is None or not (self.gathered or self._arriving):

@@ -344,8 +344,10 @@ class ZeroEngine:
         for number in updated:
             self._hand_out(number)
         self.loss_scale.went_well()
-        if self.arriving is not None and may_outlive_a_step():
+        if self.arriving is not None:
             self.arriving.begin()
+            if not may_outlive_a_step():
+                self.arriving.arrive()
         else:
             for flat in self.units:
                 flat.wait()

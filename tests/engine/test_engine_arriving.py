@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_models import MODELS, batches, digest, train, whole_state
 from engine_ranks import run_ranks
 from torch import nn
@@ -14,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from launcher.contract.errors import UsageError
 from launcher.contract.train import SGD, AdamW, Zero
+from launcher.engine.comm import HostComm, Pending, connect, gather_bytes
 from launcher.engine.config import EngineConfig
 from launcher.engine.zero import ZeroEngine
 
@@ -78,6 +83,7 @@ def _handed_out(rank: int, world: int, folder: str) -> None:
         train(engine, batch[:2])
     expected = whole_state(plain)
     assert digest(dict(late.model.state_dict())) == digest(dict(plain.model.state_dict()))
+    late.finish_gathering()
     assert not any(flat.under_way for flat in late.units)
     train(late, batch[2:3])
     train(plain, batch[2:3])
@@ -96,7 +102,7 @@ def test_what_is_handed_out_is_whole(tmp_path: Path) -> None:
 
 
 def _profiled(rank: int, world: int) -> None:
-    engine = _engine("gpt", True)
+    engine = _engine("gpt", True, comm=connect(same_host="send"))
     for number in range(12):
         with profile(activities=[ProfilerActivity.CPU]):
             train(engine, batches(1, world, MODELS["gpt"][1], seed=number))
@@ -148,3 +154,36 @@ def test_there_is_nothing_to_overlap_at_other_stages(stage: int) -> None:
         EngineConfig(Zero(stage, overlap_gather=True), SGD(lr=0.1, momentum=0.0))
     model = MODELS["gpt"][0]()
     assert ZeroEngine(model, EngineConfig(Zero(stage), SGD(lr=0.1, momentum=0.0))).arriving is None
+
+
+def _one_reads(rank: int, world: int, profiled: bool) -> None:
+    """Rank 0 alone reads, or is profiled, and then all meet by a message that is not the engine's."""
+    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=6)))
+    assert isinstance(comm, HostComm)
+    engine = _engine("gpt", True, 1, comm=comm)
+    gather = comm.gather
+    if rank == 0:  # its parameters are ready later than the other's, who cannot read them while they are made
+
+        def late(flat: torch.Tensor, what: str) -> Pending:
+            time.sleep(0.02)
+            return gather(flat, what)
+
+        comm.gather = late  # type: ignore[method-assign]
+    for batch in batches(2, 2 * world, 37):
+        mine = batch[2 * rank : 2 * rank + 2]
+        engine.backward(engine.model(mine[:, :-1], mine[:, 1:]))
+        with profile(activities=[ProfilerActivity.CPU]) if profiled and rank == 0 else contextlib.nullcontext():
+            engine.step()
+        if rank == 0 and not profiled:
+            found = digest(engine.model.state_dict())
+        dist.barrier()
+        if not profiled:
+            assert rank or found == digest(engine.model.state_dict())
+        engine.finish_gathering()
+        assert len(set(gather_bytes(comm, digest(whole_state(engine)).encode(), "digests"))) == 1
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_one_rank_may_read_while_the_others_are_elsewhere(profiled: bool) -> None:
+    run_ranks(2, _one_reads, profiled)

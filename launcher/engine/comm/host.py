@@ -173,8 +173,12 @@ class _Copy:
             self.comm.ended(self)
 
     def wait(self) -> None:
+        self._wait(lambda: self._to_read | self._read_by)
+
+    def _wait(self, lacks: Callable[[], set[int]]) -> None:
+        """Until no rank lacks, and all words are said."""
         comm, started = self.comm, time.perf_counter()
-        while (lacking := self._to_read | self._read_by) or self.unsaid.words:
+        while (lacking := lacks()) or self.unsaid.words:
             for peer in lacking:
                 if comm.neighbours.of[peer].gone:
                     raise comm.failed(self.what, peer, Gone("its process has ended, or let go of this group"))
@@ -187,6 +191,11 @@ class _Copy:
 
 
 class _Gather(_Copy):
+    def arrive(self) -> None:
+        """Returns when all is here; others may still read this rank's part. So it needs none of them but for what they
+        said when they began, and a rank may do it alone."""
+        self._wait(lambda: self._to_read)
+
     def part_for(self, peer: int) -> int:
         return self.comm.rank
 
