@@ -261,14 +261,17 @@ class Reader:
         return b"".join(pieces)
 
     def into(self, name: str, first: int, target: Tensor) -> None:
-        """Fills ``target`` with the elements of tensor ``name`` from number ``first`` on."""
+        """Fills ``target`` with the elements of tensor ``name`` from number ``first`` on, a block's worth at a time."""
         dtype = _DTYPES[self._header[name]["dtype"]] if name in self._header else target.dtype
         start = self.offset(name) + first * dtype.itemsize
-        size = target.numel() * dtype.itemsize
-        data = self.read(start, start + size)
-        if size:
-            source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
-            target.copy_(source.view(target.shape))
+        flat = target.view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+        for part in torch.split(flat, max(1, BLOCK_BYTES // dtype.itemsize)):
+            stop = start + part.numel() * dtype.itemsize
+            if part.numel():
+                part.copy_(torch.frombuffer(bytearray(self.read(start, stop)), dtype=torch.uint8).view(dtype))
+            start = stop
+        if not target.is_contiguous():
+            target.copy_(flat.view(target.shape))
 
     def _block(self, at: int) -> tuple[int, bytes]:
         number = at // BLOCK_BYTES

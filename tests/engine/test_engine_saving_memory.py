@@ -1,10 +1,10 @@
-"""Saving takes no second copy of the state: the CPU allocator's own events, as torch's profiler records them, and
-Python's own count, while a checkpoint is written. Neither knows anything of units, shards or dtypes."""
+"""Saving takes no second copy of the state, nor does loading: the CPU allocator's own events, as torch's profiler
+records them, and Python's own count, meanwhile. Neither knows anything of units, shards or dtypes."""
 
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,16 @@ def _peak(profiled: Any) -> int:
     return most
 
 
+def _watched(call: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes at most meanwhile: of tensors, of Python's objects."""
+    tracemalloc.start()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    python = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return _peak(profiled), python
+
+
 def _saved(rank: int, world: int, folder: str, precision: str, frozen: bool) -> None:
     shardfile.BLOCK_BYTES = BLOCK  # type: ignore[attr-defined]
     torch.manual_seed(0)
@@ -65,16 +75,15 @@ def _saved(rank: int, world: int, folder: str, precision: str, frozen: bool) -> 
     engine.backward(engine.model(torch.randn(2, 512).to(engine.units[0].full.dtype)))
     engine.step()
     engine.save(folder, 1)  # what a first one makes for good is not counted
-    tracemalloc.start()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        engine.save(folder, 2)
-    python = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    tensors, python = _watched(lambda: engine.save(folder, 2))
     written = sum(file.stat().st_size for file in Path(folder, "step-00000002").glob("*.safetensors")) // world
     assert written > 30 * BLOCK
-    assert _peak(profiled) <= BLOCK + MESSAGES, f"{_peak(profiled)} bytes of tensors to write {written}"
+    assert tensors <= BLOCK + MESSAGES, f"{tensors} bytes of tensors to write {written}"
     assert python <= 4 * BLOCK, f"{python} bytes of Python's to write {written}"
     _assert_stored_in_full(engine, Path(folder, "step-00000002", f"rank-{rank:05d}.safetensors"))
+    tensors, python = _watched(lambda: engine.load(folder, 2))
+    assert tensors <= BLOCK + MESSAGES, f"{tensors} bytes of tensors to read {written}"
+    assert python <= 8 * BLOCK, f"{python} bytes of Python's to read {written}"
 
 
 def _assert_stored_in_full(engine: ZeroEngine, file: Path) -> None:
@@ -89,7 +98,7 @@ def _assert_stored_in_full(engine: ZeroEngine, file: Path) -> None:
 @pytest.mark.parametrize(
     ("precision", "frozen"), [("fp32", False), ("bf16", False), ("bf16", True)], ids=["fp32", "master", "frozen"]
 )
-def test_saving_holds_a_piece_of_the_file_at_most(tmp_path: Path, precision: str, frozen: bool) -> None:
+def test_saving_and_loading_hold_a_piece_of_the_file_at_most(tmp_path: Path, precision: str, frozen: bool) -> None:
     run_ranks(1, _saved, str(tmp_path / "one"), precision, frozen)
     if frozen:
         run_ranks(2, _saved, str(tmp_path / "two"), precision, frozen)
