@@ -77,12 +77,13 @@ def normed() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {"gpt": (gpt, 37), "odd": (odd, 13), "normed": (normed, 17)}
 
+ODD_GROUPS: Groups = [{"match": ["*.bias", "scale"], "weight_decay": 0.0}, {"match": ["table.*"], "lr": 3e-2}]
 CASES: dict[str, tuple[str, Groups, dict[str, str]]] = {
     "gpt": ("gpt", None, {}),
     "odd": ("odd", None, {}),
     "normed": ("normed", None, {}),
-    "grouped": ("odd", [{"match": ["*.bias", "scale"], "weight_decay": 0.0}, {"match": ["table.*"], "lr": 3e-2}], {}),
-    "narrow": ("odd", None, {"precision": "bf16"}),
+    "grouped": ("odd", ODD_GROUPS, {}),
+    "narrow": ("odd", ODD_GROUPS, {"precision": "bf16"}),
     "narrow sums": ("gpt", [{"match": ["*.bias"]}], {"precision": "bf16", "gradients": "bf16"}),
 }
 """What memory and messages are held against: a model, groups, and settings of precision."""

@@ -83,7 +83,7 @@ def _check(rank: int, world: int, case: str) -> None:
 
 
 # All that is odd at once at two ranks, sizes that divide nothing at three; the whole product is `full`.
-QUICK = {("gpt", 1), ("gpt", 3), ("odd", 2), ("normed", 2), ("grouped", 2), ("narrow", 2)}
+QUICK = {("gpt", 1), ("gpt", 3), ("odd", 2), ("normed", 2), ("narrow", 2)}
 
 
 @pytest.mark.parametrize(
