@@ -97,7 +97,7 @@ class Order:
         first = _of_first((own + [0] * count)[:count], comm, device)
         other = torch.tensor([_runs(first) != _runs(own)], dtype=torch.uint8, device=device)
         others = comm.gather_small(other, "comparing the order in which units are used")
-        if bool(others.any()):
+        if bool(others.ne(0).any()):  # of booleans: what a simulation answers is no
             raise UsageError(
                 f"rank {int(others.flatten().nonzero()[0])} of those that share the parameters used other blocks than "
                 "rank 0, or in another order: they have answered each other's messages crosswise",
