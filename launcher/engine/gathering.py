@@ -24,7 +24,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from .elsewhere import FirstForward
 from .flat import FlatUnit
-from .order import NOTHING, Order, Use, Uses
+from .order import NOTHING, Order, Use, Uses, goes_on
 
 
 class Gathering:
@@ -86,16 +86,16 @@ class Gathering:
             self.order.begin()
             if self.prefetch and self.order.agreed:
                 self._fetch(self.order.ahead(NOTHING, 1))
-        self._wait_for_root()
+        self._need_root()
 
     def _before_member(self, *_: Any) -> None:
         if not (self._running or self.in_backward):
-            for number in self._root:
-                self.units[number].gather()
-            self._wait_for_root()
+            self._need_root()
 
-    def _wait_for_root(self) -> None:
+    def _need_root(self) -> None:
         self._graph |= torch.is_grad_enabled()
+        for number in self._root:
+            self.units[number].gather()
         for number in self._root:
             self.units[number].wait()
 
@@ -161,7 +161,7 @@ class Gathering:
             if tensors:
                 self._graph = True
                 register_multi_grad_hook(tensors, self._before_backward(self._uses, len(self._uses)), mode="any")
-                self._uses.add(Use(at, begin))
+                self._uses.add(Use(at, begin, goes_on(tensors)))
                 if self.reshard == "keep":
                     self._kept.add(at)
             if at not in self._kept and not any(use.block == at for use in self._open):
@@ -185,9 +185,9 @@ class Gathering:
         def hook(_gradient: Tensor) -> None:
             self._through(uses, number + 1)
             if uses.ahead_of(number):
-                blocks = uses.next(number)
-                self._fetch(blocks)
-                self._wait(blocks[0])
+                blocks, early = uses.next(number), uses.early(number - 1)
+                self._fetch([*blocks, *early])
+                self._wait(blocks[0], *early)
 
         return hook
 
@@ -207,9 +207,9 @@ class Gathering:
         self._agree()  # training that never calls the model's own forward
         self.settle()
         self.in_backward = True
-        for number in self._root:  # there, but for a second backward
-            self.units[number].gather()
-        self._wait_for_root()
+        self._need_root()  # it is there, but for a second backward
+        self._fetch(early := self._uses.early(len(self._uses) - 1))
+        self._wait(*early)
 
     def arrived(self, number: int) -> None:
         """A gradient of unit ``number`` is complete; the last one of a block without inputs' gradients releases it."""
@@ -267,9 +267,10 @@ class Gathering:
             for number in self._blocks[at]:
                 self.units[number].gather()
 
-    def _wait(self, at: int) -> None:
-        for number in self._blocks[at]:
-            self.units[number].wait()
+    def _wait(self, *blocks: int) -> None:
+        for at in blocks:
+            for number in self._blocks[at]:
+                self.units[number].wait()
 
     def _release(self, at: int) -> None:
         if not self.pinned:

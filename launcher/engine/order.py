@@ -13,6 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..contract.errors import UsageError
 from .comm import Comm
@@ -109,10 +110,12 @@ class Order:
 
 
 class Use(NamedTuple):
-    """A block that backward will come to; ``begin``: how many such uses had ended when it began."""
+    """A block that backward will come to; ``begin``: how many such uses had ended when it began; ``early``: it computed
+    something after what it returned, to which backward may come first."""
 
     block: int
     begin: int
+    early: bool = False
 
 
 class Uses:
@@ -153,6 +156,10 @@ class Uses:
         """Whether backward has not been through with this use."""
         return number < self._left
 
+    def early(self, number: int) -> list[int]:
+        """The block of use ``number``, if backward may come to it before what it returned."""
+        return [self._uses[number].block] if number >= 0 and self._uses[number].early else []
+
     def next(self, number: int) -> list[int]:
         """The block of use ``number``, and those that backward comes to then."""
         found: list[int] = []
@@ -161,6 +168,12 @@ class Uses:
                 found.append(self._uses[number].block)
             number -= 1
         return found
+
+
+def goes_on(tensors: Sequence[Tensor]) -> bool:
+    """Whether there is an operation after those that made ``tensors``."""
+    made = [t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None]
+    return bool(made) and torch.autograd._get_sequence_nr() > max(made) + 1  # type: ignore[attr-defined]
 
 
 def _runs(uses: list[int]) -> list[int]:
