@@ -78,7 +78,10 @@ class Late(InFront):
 
 
 class Cut(InFront):
-    """Where ``armed``, the ``number``-th message (from 0, while it ``counts``) fails instead of beginning."""
+    """Where ``armed``, the ``number``-th message (from 0, while it ``counts``) fails instead of beginning: the rank is
+    told by this class, or, where ``theirs``, as it would be of a message that broke."""
+
+    theirs = False
 
     def __init__(self, comm: Comm, number: int) -> None:
         super().__init__(comm)
@@ -92,6 +95,8 @@ class Cut(InFront):
             return
         self.begun.append(what)
         if self.armed and len(self.begun) > self._number:
+            if self.theirs:
+                raise self._comm.failed(what, -1, OSError("the cable is cut"))  # type: ignore[attr-defined]
             raise CommError(f"rank {self._comm.rank}: {what}: the cable is cut")
 
     def waits(self, what: str) -> None:

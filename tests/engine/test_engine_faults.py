@@ -88,3 +88,27 @@ def test_a_message_that_fails_on_one_rank_ends_all_and_is_named(same_host: str, 
         assert name in {*unfinished, *own[number:]}, (name, unfinished)
         assert whom.startswith("rank 1 did not take part"), message
         assert took_s < 8
+
+
+def _broke(rank: int, world: int, same_host: str) -> str:
+    """Rank 1 fails first, and ends; so the others fail, and say so to each other, before they end."""
+    absent.WITHIN_S = 0.4
+    comm = Cut(connect(dist.new_group(timeout=datetime.timedelta(seconds=20)), same_host=same_host), 9)
+    engine = _engine(1, comm, same_host)
+    comm.counts, comm.armed, comm.theirs = True, rank == 1, True
+    with pytest.raises(CommError) as caught:
+        train(engine, batches(1, 2 * world, 37))
+    if rank == 1:
+        raise caught.value
+    return f"{comm.begun[9] if len(comm.begun) > 9 else ''}|{caught.value}"
+
+
+@pytest.mark.parametrize("same_host", ["read", pytest.param("send", marks=pytest.mark.full)])
+def test_where_all_fail_the_first_is_named(same_host: str) -> None:
+    found = outcomes(3, _broke, same_host)
+    assert not found[1][0] and "the cable is cut" in found[1][1]
+    for rank in (0, 2):
+        ok, told = found[rank]
+        assert ok, told
+        name, message = told.split("|", 1)
+        assert f"rank 1 failed before, at: {name or 'sum'}" in message, told

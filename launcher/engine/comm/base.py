@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...contract.errors import JobFailed
-from .absent import absent
+from .absent import absent, first_to_fail
 from .ending import rest_before_exit
 
 
@@ -141,14 +141,18 @@ class Base:
         return self._global[rank]
 
     def failed(self, what: str, peer: int, error: BaseException) -> CommError:
-        silent = absent(self._global, self._global[self.rank], what)
-        if silent:
+        own = self._global[self.rank]
+        silent = absent(self._global, own, what)
+        first = None if silent else first_to_fail(self._global)
+        if first is not None and first[0] != own:
+            whom = f"rank {first[0]} failed before, at: {first[1]}"
+        elif silent:
             whom = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} did not take part"
         else:
             whom = f"rank {self._global[peer]} did not take part" if peer >= 0 else "a rank did not take part"
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return CommError(
-            f"rank {self._global[self.rank]}: {what}: {whom} ({first})",
+            f"rank {own}: {what}: {whom} ({said})",
             hint="the first rank that failed, or the one that stands still, is the cause; see its log",
         )
 

@@ -161,7 +161,12 @@ class _Copy:
         try:
             self.comm.neighbours.read(peer, address, into.data_ptr(), into.numel() * into.element_size())
         except OSError as error:
-            raise self.comm.failed(self.what, peer, error) from error
+            comm = self.comm
+            raise CommError(
+                f"rank {comm.name(comm.rank)}: {self.what}: rank {comm.name(peer)} did not take part: its memory "
+                f"cannot be read ({error.strerror or error})",
+                hint="its process has ended, or let go of the buffer before its wait() returned; see its log",
+            ) from error
 
     def was_read(self, peer: int) -> None:
         self._to_read.discard(peer)
