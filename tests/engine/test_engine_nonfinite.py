@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from engine_models import digest, whole_state
 from engine_ranks import run_ranks
 from torch import Tensor, nn
 
+from launcher.contract.train import GPT as GPTConfig
 from launcher.contract.train import SGD, AdamW, Zero
 from launcher.engine.config import EngineConfig
+from launcher.engine.ranks import Ranks
+from launcher.engine.tensor_gpt import TensorGPT
 from launcher.engine.zero import NonFinite, ZeroEngine
 
 
@@ -147,8 +151,6 @@ def test_an_overflow_on_one_rank_is_skipped_by_both_and_counted(tmp_path: Any) -
 
 
 def test_a_checkpoint_that_knows_no_count_begins_at_none(tmp_path: Any) -> None:
-    import json
-
     engine = _engine(0)
     engine.skipped = 7
     engine.save(tmp_path, 1)
@@ -158,3 +160,50 @@ def test_a_checkpoint_that_knows_no_count_begins_at_none(tmp_path: Any) -> None:
     manifest.write_text(json.dumps(plain))
     engine.load(tmp_path)
     assert engine.skipped == 0
+
+
+def _among_replicas(rank: int, world: int, maker: int) -> list[str]:
+    """Ranks 0, 1 and ranks 2, 3 hold one model each: the last layer's bias is in the shards of ranks 1 and 3."""
+    told = []
+    for broken in ("loss", "gradient"):
+        config = EngineConfig(Zero(1, reduce_every="step", replicas=2), SGD(0.1, 0.0))
+        engine = ZeroEngine(_model(), config)
+        loss = _loss_of(engine, rank)
+        if rank == maker:
+            bias = _bias(engine)[3]
+            loss = loss + (bias * float("nan") if broken == "loss" else (bias * 0).sqrt())
+        engine.backward(loss)
+        told.append(_told(engine))
+    return told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("maker", "whose"), [(2, "rank 2 was not"), (3, "what other ranks added: it is the own gradient of ranks 1 or 3")]
+)
+def test_a_rank_of_a_replica_is_named_as_far_as_is_known(maker: int, whose: str) -> None:
+    first, *others = run_ranks(4, _among_replicas, maker)
+    assert all(told == first for told in others)
+    assert f"parameter 1.bias is not finite (norm nan): the loss of rank {maker} was nan; its sum lies in" in first[0]
+    assert whose in first[1], first[1]
+    assert all(message.endswith("in the shards of ranks 1 and 3") for message in first)
+
+
+def _among_tensor_ranks(rank: int, world: int, maker: int) -> list[str]:
+    """Ranks 0, 1 hold the two pieces of each layer, and ranks 2, 3 the same: a loss is one for both of a group."""
+    ranks = Ranks.connect(2)
+    torch.manual_seed(3)
+    model = TensorGPT(GPTConfig(layers=1, hidden=8, heads=2, seq_len=7, vocab=16), ranks.tensor)
+    engine = ZeroEngine(model, EngineConfig(Zero(1), SGD(0.1, 0.0)), ranks=ranks)
+    tokens = torch.randint(0, 16, (2, 8), generator=torch.Generator().manual_seed(rank // 2))
+    loss = engine.model(tokens[:, :-1], tokens[:, 1:])
+    engine.backward(loss * float("inf") if rank // 2 == maker else loss)
+    return [_told(engine)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("maker", [0, 1])
+def test_all_tensor_ranks_of_a_loss_are_named(maker: int) -> None:
+    first, *others = run_ranks(4, _among_tensor_ranks, maker)
+    assert all(told == first for told in others)
+    assert f"the loss of rank {2 * maker} was inf, and that of rank {2 * maker + 1} too" in first[0]
