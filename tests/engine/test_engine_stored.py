@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,15 +25,6 @@ from launcher.engine.tensor_gpt import TensorGPT
 
 CONFIG = GPTConfig(layers=3, hidden=16, heads=4, seq_len=9, vocab=37, dropout=0.2)
 STREAM = 3 * 9 * 16  # elements of a block's input
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine take longer than these tensors' work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Live(TorchDispatchMode):
