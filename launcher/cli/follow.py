@@ -115,5 +115,5 @@ def _quality(outcome: Outcome) -> list[str]:
             text += f", {verdict} the bigram entropy of the same text ({outcome.bigram_entropy:.4f})"
         lines.append(text)
     if outcome.skipped:
-        lines.append(f"  skipped        {outcome.skipped} of {outcome.step} steps: gradients that were no numbers")
+        lines.append(f"  skipped        {outcome.skipped} of {outcome.step} steps: gradients that were not finite")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -99,6 +100,15 @@ def test_the_summary_holds_the_loss_against_the_bigram_entropy(
     assert "12,346 tokens/s" in captured.err
     assert str(tmp_path / "runs/job-1/attempts/1/logs") in captured.err
     assert "zerun resume job-1" in captured.err
+
+
+def test_skipped_steps_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app = App(tmp_path, runs=tmp_path / "runs")
+    for skipped in (0, 3):
+        done = state("done", outcome=dataclasses.replace(OUTCOME, skipped=skipped))
+        follow.summarise(app, done)
+        assert ("3 of 200 steps: gradients that were not finite" in capsys.readouterr().err) == bool(skipped)
+        assert any("3 steps skipped" in line for line in state_text.state_lines(done)) == bool(skipped)
 
 
 def test_a_run_on_a_cluster_says_how_to_bring_it_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
