@@ -58,7 +58,6 @@ class GradientFlow:
         replica: Comm | None = None,
         native: bool = False,
     ) -> None:
-        self.units = units
         self.comm = comm
         self.replica = replica or Alone()
         self.every_micro_step = every_micro_step
