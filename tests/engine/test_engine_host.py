@@ -373,3 +373,24 @@ def _groups_go(rank: int, world: int) -> None:
 def test_neither_messages_nor_groups_leave_anything() -> None:
     run_ranks(2, _nothing_grows)
     run_ranks(3, _groups_go)
+
+
+def _still_in_a_small_one(rank: int, world: int) -> tuple[str, float]:
+    absent.WITHIN_S = 0.3
+    comm = _host(1)
+    flat = torch.zeros(world)
+    if rank == 1:
+        time.sleep(2.5)
+        return "", 0.0
+    comm.gather(flat, "a gather")
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        comm.gather_small(flat, "end of step 7")
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.full
+def test_a_small_message_beside_one_under_way_has_its_timeout() -> None:
+    (_, (message, took_s)), _ = outcomes(2, _still_in_a_small_one)
+    assert "rank 0: end of step 7: rank 1 did not take part" in message
+    assert took_s < 2.4
