@@ -183,7 +183,7 @@ def _one_reads(rank: int, world: int, profiled: bool) -> None:
         assert len(set(gather_bytes(comm, digest(whole_state(engine)).encode(), "digests"))) == 1
 
 
-@pytest.mark.parametrize("profiled", [False, True])
+@pytest.mark.parametrize("profiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore")
 def test_one_rank_may_read_while_the_others_are_elsewhere(profiled: bool) -> None:
     run_ranks(2, _one_reads, profiled)

@@ -233,13 +233,13 @@ def test_thousands_of_messages_under_way_are_neither_lost_nor_waited_for() -> No
 def _in_between(rank: int, world: int) -> None:
     """Rank 0 waits for a message while the other is in a small one of gloo, and in one that is not ours."""
     comm = _host(10)
-    for number in range(3):
+    for number in range(2):
         flat = torch.zeros(world)
         flat[rank] = 1
         if rank == 0:
             time.sleep(0.3)  # so that the other has begun, and found nothing to read yet
         pending = comm.gather(flat, "a gather")
-        if rank == 0 or number == 2:
+        if rank == 0 or number:
             pending.wait()
         comm.gather_small(torch.zeros(1), "a small one")
         pending.wait()
@@ -259,7 +259,7 @@ def _killed(rank: int, world: int) -> tuple[str, float]:
     if rank == 2:
         # Who forks (a loader's workers) leaves its sockets open in them.
         if os.fork() == 0:
-            time.sleep(3)
+            time.sleep(2)
             os._exit(0)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -277,7 +277,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
     for rank, (_, told) in enumerate(found):
         message, took_s = told
         assert f"rank {rank}: gather of unit blocks.0, bucket 0: rank 2 did not take part (its process" in message
-        assert took_s < 2.5, "far below 60 s"
+        assert took_s < 1.9, "far below 60 s"
 
 
 def _other_message(rank: int, world: int, kind: str) -> str:
@@ -299,9 +299,10 @@ def test_ranks_at_different_messages_are_told(kind: str) -> None:
 
 def _stands_still(rank: int, world: int, count: int) -> tuple[str, float]:
     absent.WITHIN_S = 0.3
-    comm = _host(1)
+    comm = _host()
+    comm.timeout_s = 0.6  # of this alone: ranks may be later than that to meet
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(1.7)
         return "", 0.0
     started = time.monotonic()
     with pytest.raises(CommError) as caught:
@@ -314,7 +315,7 @@ def _stands_still(rank: int, world: int, count: int) -> tuple[str, float]:
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 2000])
 def test_a_rank_that_stands_still_is_named_within_the_timeout(count: int) -> None:
     (_, (message, took_s)), _ = outcomes(2, _stands_still, count)
-    assert "gather 0: rank 1 did not take part (no answer in 1 s)" in message
+    assert "gather 0: rank 1 did not take part (no answer in 0.6 s)" in message
     assert took_s < 3
 
 
