@@ -15,7 +15,7 @@ Nothing here depends on time: ranks that run the same modules post the same mess
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -144,13 +144,13 @@ class Gathering:
             uses, begin = self._uses, len(self._uses)
             made = [t for t in tensors if t.grad_fn is not None]
             if made and uses.last != at:
-                register_multi_grad_hook(made, lambda _: self._through(uses, begin), mode="all")
+                _when_all(made, lambda _: self._through(uses, begin))
 
     def _watch_recomputation(self, at: int, tensors: list[Tensor]) -> None:
         """In a backward inside backward (``use_reentrant=True``) the inputs' gradients count as a parameter's."""
         if tensors and at not in self._by_input and torch.is_grad_enabled():
             self._owed[at] += 1
-            register_multi_grad_hook(tensors, lambda _: self._paid(at), mode="all")
+            _when_all(tensors, lambda _: self._paid(at))
 
     def _after_forward(self, at: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
@@ -285,6 +285,15 @@ def _called(module: nn.Module) -> list[nn.Module]:
     if type(module).forward is not nn.Module.forward:
         return [module]
     return [inner for child in module.children() for inner in _called(child)]
+
+
+def _when_all(tensors: Sequence[Tensor], call: Callable[[Any], None]) -> None:
+    """Calls when all gradients are there. torch's own way for several keeps the operations that made them in a cycle
+    until the collector runs, and what lies between a step's large pieces keeps the next step's from their places."""
+    if len(tensors) == 1:
+        tensors[0].register_hook(call)  # type: ignore[no-untyped-call]
+    else:
+        register_multi_grad_hook(tensors, call, mode="all")
 
 
 def _tensors(value: Any, *, deep: bool = True) -> list[Tensor]:
