@@ -143,7 +143,7 @@ def order(places: Sequence[Place], arrivals: Sequence[Place]) -> list[Bucket]:
     last: dict[Bucket, int] = {}
     came = set(arrivals)
     for at, place in enumerate([*arrivals, *(p for p in reversed(places) if p not in came)]):
-        for segment in reversed(place.segments):
+        for segment in sorted(place.segments, key=lambda segment: segment.start, reverse=True):
             first.setdefault(segment.bucket, at)
             last[segment.bucket] = at
     return sorted(last, key=lambda bucket: (last[bucket], first[bucket]))

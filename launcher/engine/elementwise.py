@@ -134,7 +134,7 @@ class FlatTorch:
     def _adopt(self, optimizer: Optimizer, chosen: Chosen) -> None:
         """Gives the optimizer its state: the moments' own memory, and scalars as they are before the first step."""
         optimizer.state.clear()
-        for pieces, parameters in zip(self._sets, self._pieces, strict=True):
+        for pieces, parameters in zip(self._sets, self._pieces):  # noqa: B905 (Python 3.9 on the nodes)
             for at, parameter in enumerate(parameters):
                 rest = at == len(parameters) - 1
                 state: dict[str, Any] = {k: v.clone() for k, v in chosen.scalars.items()}
@@ -155,26 +155,26 @@ class FlatTorch:
             number = next(i for i, s in enumerate(self._sets) if s.group == run.group)
             settings = optimizer.param_groups[number]
             first = {"step_size": settings["lr"], "sum": settings.get("initial_accumulator_value", 0.0)}
-            for name, moment in zip(self.moments, run.moments, strict=True):
+            for name, moment in zip(self.moments, run.moments):  # noqa: B905 (Python 3.9 on the nodes)
                 moment.fill_(first.get(name, 0.0))
 
     def step(self, lr: float, factor: float, done: Done = nothing) -> None:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        for pieces, settings in zip(self._sets, optimizer.param_groups, strict=True):
+        for pieces, settings in zip(self._sets, optimizer.param_groups):  # noqa: B905 (Python 3.9 on the nodes)
             settings["lr"] = lr * self._groups[pieces.group].lr_scale
         if self.updates == 0:
             self._begin(optimizer)
         self.updates += 1
-        for pieces, parameters in zip(self._sets, self._pieces, strict=True):
+        for pieces, parameters in zip(self._sets, self._pieces):  # noqa: B905 (Python 3.9 on the nodes)
             gradients = pieces.enter()[1]
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
-            for parameter, gradient in zip(parameters, gradients, strict=False):
+            for parameter, gradient in zip(parameters, gradients):  # noqa: B905 (Python 3.9 on the nodes)
                 parameter.grad = gradient
         optimizer.step()
-        for pieces, parameters in zip(self._sets, self._pieces, strict=True):
+        for pieces, parameters in zip(self._sets, self._pieces):  # noqa: B905 (Python 3.9 on the nodes)
             for parameter in parameters:
                 parameter.grad = None
             pieces.leave()
@@ -189,7 +189,7 @@ class FlatTorch:
     def scalars(self) -> dict[str, Any]:
         """Of each group, since a group's learning rate takes part in them."""
         found: dict[str, Any] = {}
-        for pieces, parameters in zip(self._sets, self._pieces, strict=True):
+        for pieces, parameters in zip(self._sets, self._pieces):  # noqa: B905 (Python 3.9 on the nodes)
             assert self._optimizer is not None
             for name, value in self._optimizer.state.get(parameters[0], {}).items():
                 if name not in self.moments:
@@ -197,7 +197,7 @@ class FlatTorch:
         return found
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
-        for pieces, parameters in zip(self._sets, self._pieces, strict=True):
+        for pieces, parameters in zip(self._sets, self._pieces):  # noqa: B905 (Python 3.9 on the nodes)
             assert self._optimizer is not None
             for parameter in parameters:
                 for name, value in self._optimizer.state.get(parameter, {}).items():

@@ -219,14 +219,6 @@ class FlatUnit:
 
     # --- gradients and optimizer ---------------------------------------------------------------------
 
-    def own_gradients(self) -> list[Tensor]:
-        """This rank's shard of the summed gradient, as runs in shard order."""
-        if self.gradient is None:
-            return []
-        if self.whole_gradient:
-            return [self.gradient[part.start : part.stop] for part in self.parts]
-        return [self.gradient]
-
     def gradient_of_part(self, index: int) -> Tensor:
         """Where the sum of bucket ``index`` goes: this rank's part of it."""
         assert self.gradient is not None

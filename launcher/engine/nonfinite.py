@@ -101,7 +101,8 @@ def _who(
     if _NOT_KNOWN in owns:
         return f"{finite}; which rank's own gradient was not is not known, sums were taken as it came", False
     # All that others added is finite, so it is what the owner added itself, or the sum of finite ones is too large.
-    return f"{finite}, and so was what other ranks added: it is the own gradient of {_ranks(holders, 'or')}", True
+    own = f"it is the own gradient of {_ranks(holders, 'or')}, or a sum of finite ones is too large"
+    return f"{finite}, and so was what other ranks added: {own}", True
 
 
 def _of_losses(bad: Sequence[tuple[int, int, float]], accumulation: int) -> str:

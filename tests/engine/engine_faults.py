@@ -106,7 +106,14 @@ class Cut(InFront):
     def unfinished(self) -> list[str]:
         """What was begun and not waited for, in the order of beginning; small messages are over at once."""
         waited = list(self.waited)
-        small = ("gradient norm", "unused parameters", "loss", "buffers")
+        small = (
+            "gradient norm",
+            "unused parameters",
+            "loss",
+            "buffers",
+            "the order in which gradients are summed",
+            "the order in which units are used",
+        )
         return [what for what in self.begun if what not in small and not _taken(waited, what)]
 
 

@@ -140,6 +140,8 @@ def _bound(rank: int, world: int) -> None:
         if what in first_to_grow:  # such a step is what tells
             assert most.pop(first_to_grow[what]) > LARGEST + 2 * BUCKET + SMALL, "the instrument sees more buffers"
         assert max(most) <= LARGEST + SMALL, (what, most)
+        if what in ("in order", "reversed", "mixed"):
+            assert engine.flow._settled, f"{what}: the same order twice is settled, and costs nothing from then on"
     rows = Rows()
     more = (rows.begun() - 2) * BUCKET
     assert more > 0

@@ -125,7 +125,7 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor) -> None:
 
 
 class Base:
-    """What both kinds share: counting, small messages, errors that name the missing rank."""
+    """What all kinds share: counting, small messages, errors that name the missing rank."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         rest_before_exit()

@@ -32,4 +32,6 @@ def connect(group: dist.ProcessGroup | None = None, *, passing: bool = False, sa
 def _timeout_s(comm: Base) -> float:
     """How long a message of this group may take; torch has no public name for it."""
     group = comm.group or dist.distributed_c10d._get_default_group()
-    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    backend = group._get_backend(torch.device("cpu"))
+    backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return float(backend.options._timeout.total_seconds())

@@ -26,7 +26,8 @@ from .peers import PeerComm
 
 PIECE_BYTES = 1 << 18
 _READY, _WAS_READ = 1, 2
-_GLANCE_S = 0.0002  # between two looks at whether a small message is there
+_GLANCE_S = 0.001  # between two looks at whether a small message is there
+_LONGEST_S = 3600.0  # that poll is asked to wait; it has an upper bound
 
 
 class _Word(NamedTuple):
@@ -180,10 +181,10 @@ class _Copy:
     def wait(self) -> None:
         self._wait(lambda: self._to_read | self._read_by)
 
-    def _wait(self, lacks: Callable[[], set[int]]) -> None:
-        """Until no rank lacks, and all words are said."""
+    def _wait(self, lacks: Callable[[], set[int]], *, said: bool = True) -> None:
+        """Until no rank lacks, and, if ``said``, all words are said."""
         comm, started = self.comm, time.perf_counter()
-        while (lacking := lacks()) or self.unsaid.words:
+        while (lacking := lacks()) or (said and self.unsaid.words):
             for peer in lacking:
                 if comm.neighbours.of[peer].gone:
                     raise comm.failed(self.what, peer, Gone("its process has ended, or let go of this group"))
@@ -191,15 +192,16 @@ class _Copy:
             if left <= 0:
                 late = min(self._to_read or self._read_by, default=-1)
                 raise comm.failed(self.what, late, TimeoutError(f"no answer in {comm.timeout_s:g} s"))
-            comm.hear(left)
+            comm.hear(min(left, _LONGEST_S))
         comm.traffic.waited_s += time.perf_counter() - started
 
 
 class _Gather(_Copy):
     def arrive(self) -> None:
-        """Returns when all is here; others may still read this rank's part. So it needs none of them but for what they
-        said when they began, and a rank may do it alone."""
-        self._wait(lambda: self._to_read)
+        """Returns when all is here; others may still read this rank's part, and what is to be said to them may wait. So
+        it needs none of them but for what they said when they began (a few hundred messages find room), and a rank may
+        do it alone."""
+        self._wait(lambda: self._to_read, said=False)
 
     def part_for(self, peer: int) -> int:
         return self.comm.rank
