@@ -104,6 +104,7 @@ def job(tmp_path: Path) -> Iterator[MakeJob]:
     (runtime / "__main__.py").write_text("import sys\nfrom _zerun.agent.main import main\nsys.exit(main())\n")
     (runtime / "_zerun").symlink_to(PACKAGE)
     made: list[Job] = []
+    low = 20000 + os.getpid() % 100 * 100
 
     def make(*argv: str, nodes: tuple[Node, ...] = (Node("localhost", 1),), **changes: Any) -> Job:
         run_dir = tmp_path / "runs" / "run-1"
@@ -116,6 +117,9 @@ def job(tmp_path: Path) -> Iterator[MakeJob]:
             nodes=nodes,
             shared=True,
             token=os.urandom(16).hex(),
+            # All are called run-1, and a run's name says which port it tries first: beside another process's jobs a
+            # program found its port taken in the moment between the agent's letting go and its own binding.
+            ports=(low, low + 99),
             python=sys.executable,
             agent_python=sys.executable,
             program=Program(argv),
