@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,6 @@ class _Move:
     place: Place
     files: Mapping[str, Path]
     free: Mapping[str, int | None]
-    wrong: tuple[str, ...] = ()  # files of these names are there, with other bytes
 
     def bytes_to(self, folder: str) -> int:
         return sum(path.stat().st_size for to, path in self.files.items() if posixpath.dirname(to) == folder)
@@ -78,7 +77,7 @@ def push(
     served = [m.place for m in moves if name_of(m.place) not in failed]
     wrong = _prove(backend, cluster, served, right)
     if wrong:
-        retried = [replace(m, wrong=tuple(m.files)) for m in moves if name_of(m.place) in wrong]
+        retried = [m for m in moves if name_of(m.place) in wrong]
         failed.update(_move(retried, progress))
         still = _prove(backend, cluster, [m.place for m in retried if name_of(m.place) not in failed], right)
         if still:
@@ -116,8 +115,7 @@ def _here(local: Mapping[str, Path], told: Mapping[str, str | None], cluster: Cl
 
 def _lacks(answer: Answer, local: Mapping[str, Path], right: Mapping[str, Seen]) -> _Move:
     lacks = {to: path for to, path in local.items() if answer.files[to].digest != right[to].digest}
-    wrong = tuple(to for to in lacks if not answer.files[to].problem)
-    return _Move(answer.place, lacks, answer.free, wrong)
+    return _Move(answer.place, lacks, answer.free)
 
 
 def _check_room(moves: Sequence[_Move]) -> None:
@@ -144,8 +142,6 @@ def _move(moves: Sequence[_Move], progress: Callable[[int, int], None] | None) -
     meter = Meter(sum(move.bytes for move in moves), progress)
 
     def one(move: _Move) -> None:
-        if move.wrong:  # of equal size and time perhaps: a copy would pass it over
-            move.place.transport.run(["rm", "-f", "--", *move.wrong])
         for to, path in move.files.items():
             move.place.transport.push([path.name], path.parent, posixpath.dirname(to), progress=meter)
 

@@ -161,11 +161,6 @@ def _status(returncode: int) -> int:
 
 
 def _copy_file(source: Path, target: Path, progress: Progress | None) -> None:
-    about = source.stat()
-    with contextlib.suppress(FileNotFoundError):
-        had = target.stat()
-        if had.st_size == about.st_size and had.st_mtime_ns == about.st_mtime_ns:
-            return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:

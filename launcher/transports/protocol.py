@@ -53,6 +53,7 @@ class Transport(Protocol):
 
     def fetch(self, files: Sequence[str], source: str, target: Path, *, progress: Progress | None = None) -> None:
         """Copies ``files`` (relative to the remote folder ``source``) to ``target``; rsync, or SFTP without it.
+        All of them, whatever lies there already: whoever asks has compared sizes and digests, times prove nothing.
         A final name never holds a part; what was cut goes on where it stopped."""
 
     def push(self, files: Sequence[str], source: Path, target: str, *, progress: Progress | None = None) -> None:

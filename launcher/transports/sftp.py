@@ -94,10 +94,6 @@ def run(name: str, client: paramiko.SFTPClient, copy: Copy, progress: Progress |
 def _fetch(client: paramiko.SFTPClient, source: str, target: Path, progress: Progress | None) -> None:
     about = client.stat(source)
     size, mtime = int(about.st_size or 0), int(about.st_mtime or 0)
-    with contextlib.suppress(FileNotFoundError):
-        had = target.stat()
-        if had.st_size == size and int(had.st_mtime) == mtime:
-            return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{size}-{mtime}.part")
     with client.open(source, "rb") as remote, part.open("ab") as local:
@@ -122,10 +118,6 @@ def _fetch(client: paramiko.SFTPClient, source: str, target: Path, progress: Pro
 def _push(client: paramiko.SFTPClient, source: Path, target: str, made: set[str], progress: Progress | None) -> None:
     about = source.stat()
     size, mtime = about.st_size, int(about.st_mtime)
-    with contextlib.suppress(FileNotFoundError):
-        had = client.stat(target)
-        if had.st_size == size and int(had.st_mtime or 0) == mtime:
-            return
     folder, _, base = target.rpartition("/")
     _make_folders(client, folder, made)
     part = f"{folder}/.{base}.{size}-{mtime}.part"

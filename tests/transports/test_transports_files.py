@@ -77,7 +77,7 @@ def folder(transport: Transport) -> Iterator[str]:
     transport.run(["rm", "-rf", name])
 
 
-def test_there_and_back_and_only_what_lacks(transport: Transport, folder: str, tmp_path: Path) -> None:
+def test_there_and_back(transport: Transport, folder: str, tmp_path: Path) -> None:
     for name in NAMES:
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_bytes(_content(name))
@@ -90,9 +90,19 @@ def test_there_and_back_and_only_what_lacks(transport: Transport, folder: str, t
     assert sum(moved) == 2 * total
     assert {n: (tmp_path / "back" / n).read_bytes() for n in NAMES} == {n: _content(n) for n in NAMES}
     assert sorted(p.name for p in (tmp_path / "back").rglob("*") if p.is_file()) == sorted(Path(n).name for n in NAMES)
-    moved.clear()
-    transport.fetch(NAMES, f"{folder}/new/place", tmp_path / "back", progress=moved.append)
-    assert moved == []
+
+
+def test_what_was_rewritten_within_the_second_is_copied(transport: Transport, folder: str, tmp_path: Path) -> None:
+    """Sizes and times are equal to the nanosecond; a job's number of two digits takes the room of a ``null``."""
+    for at, content in enumerate((b'{"job_id": null}', b'{"job_id": "17"}')):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "launch.json").write_bytes(content)
+        os.utime(tmp_path / "out" / "launch.json", ns=(0, 1_700_000_000_250_000_000))
+        transport.push(["launch.json"], tmp_path / "out", folder)
+        assert transport.run(["cat", f"{folder}/launch.json"]).stdout == content, f"push {at}"
+        transport.fetch(["launch.json"], folder, tmp_path / "back")
+        assert (tmp_path / "back" / "launch.json").read_bytes() == content, f"fetch {at}"
+    assert not [p for p in (tmp_path / "back").iterdir() if p.name != "launch.json"]
 
 
 def test_names_that_leave_the_folder_are_refused(transport: Transport, folder: str, tmp_path: Path) -> None:
