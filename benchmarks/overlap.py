@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from launcher.engine.comm import connect
 from launcher.engine.comm.choose import SEND
-from launcher.engine.trace import COMPUTE, GATHER, REDUCE, WAIT, Span, Trace
+from launcher.engine.watching.trace import COMPUTE, GATHER, REDUCE, WAIT, Span, Trace
 from launcher.engine.zero import ZeroEngine
 
 WARM_UPS = 3

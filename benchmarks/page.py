@@ -18,6 +18,7 @@ ENGINE = ("engine.py", "--report", "--world")
 OURS, THEIRS = "zero0,zero0-native,zero1,zero2,zero3", "ddp,fsdp2,fsdp2-kept"
 ONE_THING = "zero0-send,zero1-send,zero2-send,zero3-send,zero1-waits,zero3-trims,fsdp2-heap"
 DEEPSPEED = ",".join(["zero1,zero2,zero3", *(f"deepspeed{n}-{how}" for n in (1, 2, 3) for how in ("default", "set"))])
+DEEPSPEED_BEST = "zero1,zero2,zero3,alone,deepspeed1-set,deepspeed2-default,deepspeed2-set,deepspeed3-set"
 RUNS = {
     "startup": ("startup.py", "--json"),
     "reach": ("reach.py", "--json"),
@@ -25,6 +26,8 @@ RUNS = {
     "first_step": ("first_step.py", "--json"),
     "engine_2_11M": (*ENGINE, "2", "--parameters", "11M", "--steps", "2", "--policies", f"{OURS},{THEIRS},{ONE_THING}"),
     "engine_2_11M_deepspeed": (*ENGINE, "2", "--parameters", "11M", "--steps", "1", "--policies", DEEPSPEED),
+    "engine_4_11M_deepspeed": (*ENGINE, "4", "--parameters", "11M", "--steps", "1", "--policies", DEEPSPEED_BEST),
+    "engine_2_25M_deepspeed": (*ENGINE, "2", "--parameters", "25M", "--steps", "1", "--policies", DEEPSPEED_BEST),
     "engine_4_11M": (*ENGINE, "4", "--parameters", "11M", "--steps", "1", "--policies", f"{OURS},{THEIRS}"),
     "engine_2_25M": (*ENGINE, "2", "--parameters", "25M", "--steps", "1", "--policies", f"{OURS},{THEIRS}"),
     "simulate": ("simulate.py", "--json"),

@@ -1,7 +1,7 @@
 """The peak of live storages at stage 3 beside what it should be: state, one gathered unit, the buckets, activations.
 
 ``peaks.py`` prints a table, ``peaks.py --write`` puts it into docs/zero.md. The peak is that of the second of two real
-steps, of the rank that has most, by a ledger of every storage (``launcher/engine/track.py``). The sum beside it:
+steps, of the rank that has most, by a ledger of every storage (``engine/watching/track.py``). The sum beside it:
 
 - state in closed form (``contract/partition.py``), parameters, gradients, moments of the shard;
 - the largest unit, whole;
@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from launcher.contract.partition import ITEM_BYTES
 from launcher.contract.train import GPT as GPTConfig
 from launcher.contract.train import AdamW, Zero
-from launcher.engine.activations import recompute
+from launcher.engine.activations.recompute import recompute
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
-from launcher.engine.track import FORWARD, Recorded, Recorder, claim
+from launcher.engine.watching.track import FORWARD, Recorded, Recorder, claim
 from launcher.engine.zero import ZeroEngine
 
 PAGE = ROOT / "docs" / "zero.md"

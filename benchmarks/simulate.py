@@ -38,7 +38,7 @@ PROCESS = """
 import json, sys, time
 import torch
 loaded = time.perf_counter()
-from launcher.engine.simulate import main
+from launcher.engine.rehearsal.simulate import main
 code = main()
 print(json.dumps(time.perf_counter() - loaded), file=sys.stderr)
 raise SystemExit(code)

@@ -17,7 +17,7 @@ HEAD = """# How exact a simulated step is
 
 `zerun plan JOB --cluster C --simulate` runs one step of the engine and the loop as they are, as one rank of the planned world, on
 tensors that have shapes and no memory and in a process group in which nobody else is. Every storage is told to a ledger
-(`launcher/engine/track.py`) from the operation that makes it to its last reference, `resize_` included. The same ledger records real
+(`launcher/engine/watching/track.py`) from the operation that makes it to its last reference, `resize_` included. The same ledger records real
 runs, so the two can be held against each other: this page, and `tests/simulate/test_simulate_exact.py`.
 
 The reference GPT (3 layers of 96, 300 tokens, two micro-batches of 4 × 50, buckets of 70 kB, AdamW with clipping, fp32), the second

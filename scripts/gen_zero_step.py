@@ -1,7 +1,7 @@
 """Draws docs/zero-step.svg: memory and messages of one real step at stage 3, as rank 0 of two saw them (needs torch).
 
 The horizontal axis counts changes of memory, not time, so that the picture is the same wherever it is drawn. Memory is
-that of the ledger of storages (``engine/track.py``), messages are seen at the one place where collectives live.
+that of the ledger of storages (``engine/watching/track.py``); messages are seen where collectives live.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launcher.contract.train import AdamW, Zero  # noqa: E402
 from launcher.engine.comm import Comm, Pending, connect  # noqa: E402
 from launcher.engine.config import EngineConfig  # noqa: E402
 from launcher.engine.gpt import GPT  # noqa: E402
-from launcher.engine.track import (  # noqa: E402
+from launcher.engine.watching.track import (  # noqa: E402
     BACKWARD,
     CATEGORIES,
     FORWARD,

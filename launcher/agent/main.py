@@ -42,6 +42,7 @@ _JSON_VERBS = {
     "handed": ".handed",
 }
 
+_OF_TORCH = {"simulate": "..engine.rehearsal.simulate", "convert": "..engine.saving.convert"}
 _STREAMS = ("agent", "claim", "convert", "engine", "receive", "serve", "simulate", "tail")
 
 
@@ -50,12 +51,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     verb, rest = (words[0], words[1:]) if words else ("", [])
     if verb == "engine":
-        return int(importlib.import_module("..engine.main", __package__).main(rest))
+        return int(importlib.import_module("..engine.job.main", __package__).main(rest))
     if verb == "agent":
         return int(importlib.import_module(".enter", __package__).run(rest))
     try:
-        if verb in ("simulate", "convert"):
-            return int(_with_torch(f"..engine.{verb}", verb).main())
+        if verb in _OF_TORCH:
+            return int(_with_torch(_OF_TORCH[verb], verb).main())
         if verb == "claim":
             return int(importlib.import_module(".claim", __package__).run(rest))
         if verb == "tail":
@@ -96,7 +97,7 @@ def _allreduce() -> int:
     if importlib.util.find_spec("torch") is None:
         _reply({"skipped": f"{sys.executable} has no torch"})
         return 0
-    return int(importlib.import_module("..engine.allreduce", __package__).main())
+    return int(importlib.import_module("..engine.job.allreduce", __package__).main())
 
 
 def _with_torch(module: str, verb: str) -> Any:

@@ -26,7 +26,7 @@ class SimulationRequest:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one category (engine/track.py) at one moment."""
+    """Bytes of one category (engine/watching/track.py) at one moment."""
 
     what: str
     bytes: int

@@ -21,8 +21,8 @@ from ..contract.partition import Layout
 from ..contract.plain import to_plain
 from .comm import Comm, gather_bytes
 from .config import EngineConfig
-from .elementwise import Chosen
-from .groups import Group
+from .model.groups import Group
+from .update.elementwise import Chosen
 
 _ABSENT = "left out"
 

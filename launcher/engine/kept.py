@@ -1,5 +1,5 @@
 """What an engine keeps from step to step on one rank, by kind: what ``memory()`` counts and the ledger of a step
-(``engine.track``) is told.
+(``engine.watching.track``) is told.
 
 ============  ===================================================================================
 parameters    stages 0 to 2 whole, stage 3 this rank's shards; frozen ones too

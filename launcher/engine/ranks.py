@@ -20,6 +20,7 @@ from ..contract.topology import Topology
 from .agreement import agree_on_settings
 from .comm import Alone, Comm, connect
 from .comm.choose import READ, SEND
+from .config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,27 @@ class Ranks:
         return cls(world, data, own_tensor, group(topology.shard_group), group(topology.replica_group))
 
     @classmethod
+    def of_config(cls, config: EngineConfig) -> Ranks:
+        """Without tensor parallelism, which needs a model built for it."""
+        return cls.connect(replicas=config.zero.replicas, same_host=config.zero.same_host)
+
+    @classmethod
     def of_data(cls, comm: Comm) -> Ranks:
         """One way to communicate for everything: no tensor parallelism."""
         return cls(comm, comm, Alone())
+
+    def check(self, tensor: int | None, replicas: int) -> None:
+        """Raises :class:`UsageError` where these are other groups than are wanted; ``tensor`` None: any degree."""
+        if tensor not in (None, self.degree):
+            raise UsageError(
+                f"parallel.tensor is {tensor}, but the ranks were connected at degree {self.degree}",
+                hint="Ranks.connect(tensor) makes the groups; build the model with ranks.tensor, give ranks here",
+            )
+        if replicas != self.replica.size:
+            raise UsageError(
+                f"zero.replicas is {replicas}, but the ranks were connected for {self.replica.size}",
+                hint="Ranks.connect(tensor, replicas=…) makes the groups",
+            )
 
 
 def agree_on_groups(settings: Mapping[str, Any]) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 
+import torch
 from torch import Tensor, nn
 
 from ..contract.errors import UsageError
-from .flat import FlatUnit
+from .model.flat import FlatUnit
 
 _HINT = "move, convert, extend and load the model before ZeroEngine; copy_() into a parameter inside gathered()"
 _POINTER = attrgetter("_cdata")
@@ -39,7 +40,8 @@ class Unchanged:
     def _are(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Which parameters stand in the modules, and which memory the engine's have: read by C alone."""
         there = tuple(map(id, chain.from_iterable(map(dict.values, self._dicts))))
-        return there, tuple(map(_POINTER, map(Tensor.untyped_storage, self._tensors)))
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked too, without a line for each
+            return there, tuple(map(_POINTER, map(Tensor.untyped_storage, self._tensors)))
 
     def check(self) -> None:
         """Raises :class:`UsageError` naming the first parameter that is not what it was."""

@@ -14,7 +14,6 @@ Losses are means over a micro-batch; they are divided by micro-steps × ranks on
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,33 +27,28 @@ from torch import Tensor, nn
 from ..contract import partition
 from ..contract.errors import UsageError
 from ..contract.train import TrainConfig
-from . import checkpoint
-from .activations import make_store, recompute
-from .agreement import agree_on_model, agree_on_settings, settings_of
-from .arriving import Arriving, may_outlive_a_step, read_by_forward
-from .background import Background
-from .comm import Comm, barrier
+from .agreement import agree_on_settings, settings_of
+from .build import Builder, device_of
+from .comm import Comm
 from .config import ConfigLike, EngineConfig
-from .deferred import NotDeferred, Recording, built_whole, record, refuse_meta
-from .elementwise import Choice, Chosen
-from .elsewhere import guard_state
-from .flat import STAGES, FlatUnit
-from .gathering import Gathering
-from .groups import Groups, of_config
+from .gather.arriving import Arriving, may_outlive_a_step, read_by_forward
+from .gather.elsewhere import guard_state
+from .gather.gathering import Gathering
 from .heap import keep_freed
 from .kept import kept, nbytes
-from .nonfinite import Losses, look
-from .nonfinite import NonFinite as NonFinite
-from .norm import NormPlan
-from .precision import LossScale, gradient_dtype, working_dtype
+from .model.flat import STAGES
+from .model.groups import Groups, of_config
+from .model.precision import LossScale, gradient_dtype
 from .ranks import Ranks
-from .reduce import GradientFlow
-from .tensor_parallel import split_of
+from .reduce.flow import GradientFlow
+from .reduce.nonfinite import Losses, look
+from .reduce.nonfinite import NonFinite as NonFinite
+from .reduce.norm import NormPlan
+from .saving import checkpoint
+from .saving.background import Background
+from .saving.weights import load_weights
 from .unchanged import Unchanged
-from .units import Model, describe
-from .weights import load_weights
-
-_log = logging.getLogger(__name__)
+from .update.elementwise import Choice, Chosen
 
 
 @dataclass(frozen=True)
@@ -71,16 +65,16 @@ class ZeroEngine:
     """Trains ``model`` with its state partitioned over the ranks of the default process group.
 
     ``model`` may be a function that builds it: its large parameters are then made one by one, sliced and
-    dropped, so that no rank ever holds the whole (``engine.deferred``); ``device`` says where to.
+    dropped, so that no rank ever holds the whole (``engine.model.deferred``); ``device`` says where to.
 
     ``config`` is an :class:`EngineConfig`, a ``TrainConfig`` or a mapping. ``groups`` gives parameters settings of
-    their own (``engine.groups``): ``[{"match": ["*.bias"], "weight_decay": 0.0, "lr": 1e-4}]``. ``lr`` may be set
+    their own (``engine.model.groups``): ``[{"match": ["*.bias"], "weight_decay": 0.0, "lr": 1e-4}]``. ``lr`` may be set
     before any step; where it is x times the config's, every group trains at x times its own.
     ``comm`` replaces the way to communicate, for tests. ``ranks`` names the groups of a tensor-parallel
     model, whose layers were built with ``ranks.tensor``: ZeRO partitions over ``ranks.shard``. ``optimizer``, an
     element-wise class of ``torch.optim`` or a function of parameter groups, takes the place of the config's
-    (``engine.elementwise``), of which clipping then remains, and ``lr`` and ``weight_decay`` for a class. The model's
-    parameters become views of flat buffers and must not be replaced; their ``.grad`` stays None.
+    (``engine.update.elementwise``), of which clipping then remains, and ``lr`` and ``weight_decay`` for a class. The
+    model's parameters become views of flat buffers and must not be replaced; their ``.grad`` stays None.
     """
 
     def __init__(
@@ -96,30 +90,27 @@ class ZeroEngine:
     ) -> None:
         self.config = EngineConfig.of(config)
         chosen = Chosen(self.config.optimizer, optimizer)
-        replicas = self.config.zero.replicas
-        same_host = self.config.zero.same_host
-        self.ranks = ranks or (
-            Ranks.of_data(comm) if comm is not None else Ranks.connect(replicas=replicas, same_host=same_host)
-        )
+        self.ranks = ranks or (Ranks.of_data(comm) if comm is not None else Ranks.of_config(self.config))
         told = settings_of(self.config, chosen, model, self.ranks.degree)
-        agree_on_settings(self.ranks.world, told, device or _device_of(model))
-        if isinstance(config, TrainConfig) and config.tensor != self.ranks.degree:
-            raise UsageError(
-                f"parallel.tensor is {config.tensor}, but the ranks were connected at degree {self.ranks.degree}",
-                hint="Ranks.connect(tensor) makes the groups; build the model with ranks.tensor, give ranks here",
-            )
-        if replicas != self.ranks.replica.size:
-            raise UsageError(
-                f"zero.replicas is {replicas}, but the ranks were connected for {self.ranks.replica.size}",
-                hint="Ranks.connect(tensor, replicas=…) makes the groups",
-            )
+        agree_on_settings(self.ranks.world, told, device or device_of(model))
+        self.ranks.check(config.tensor if isinstance(config, TrainConfig) else None, self.config.zero.replicas)
         self.comm, self.shard = self.ranks.data, self.ranks.shard
         # On one rank nothing is partitioned, whatever the stage: the whole is the shard.
         alone = self.shard.size == 1
         self.stage = STAGES[0 if alone else self.config.zero.stage]
         self._every_micro_step = self.config.reduces_every_micro_step and not alone
         self.lr = chosen.lr
-        described = self._build(model, of_config(config) if groups is None else groups, device)
+        built = Builder(
+            self.config,
+            self.ranks,
+            self.stage,
+            self.lr,
+            of_config(config) if groups is None else groups,
+            self._every_micro_step,
+            device,
+        ).build(model)
+        self.model, self.layout, self.units = built.model, built.layout, built.units
+        self.store, self.device = built.store, built.device
         self._synchronise_buffers("first buffers")
         self.gathering: Gathering | None = None
         if self.stage.shards_parameters:
@@ -135,7 +126,7 @@ class ZeroEngine:
         # What no module uses alone is needed first, so it is updated and handed out first.
         first = sorted(range(len(self.units)), key=lambda number: bool(self.units[number].unit.modules))
         runs = [run._replace(unit=number) for number in first for run in self.units[number].runs()]
-        self.optimizer = chosen.on(runs, described.groups)
+        self.optimizer = chosen.on(runs, built.groups)
         self.flow = GradientFlow(
             self.units,
             self.shard,
@@ -158,104 +149,6 @@ class ZeroEngine:
         self._unchanged = Unchanged(self.model, self.units)
         keep_freed(self.device)
         self._in_backward = self._broken = False
-
-    def _build(
-        self,
-        model: nn.Module | Callable[[], nn.Module],
-        groups: Groups,
-        device: torch.device | None,
-    ) -> Model:
-        """The model, its partition and its flat units, from a module or a function that builds one."""
-        if isinstance(model, nn.Module):
-            described = self._describe(refuse_meta(model), groups, device)
-            self._agree(described)
-            self._synchronise(described.tensors)
-            self._flatten(described, None)
-            return described
-        self._same_random_state(device)
-        try:
-            built, recording = record(model)
-        except NotDeferred as why:
-            _log.warning("the model is built whole, a rank at a time: %s", why)
-            for turn in range(self.comm.size):
-                if turn == self.comm.rank:
-                    described = self._describe(built_whole(model), groups, device)
-                    self._flatten(described, None)
-                barrier(self.comm, f"rank {turn} builds its model")
-            self._agree(described)
-            return described
-        described = self._describe(built, groups, device)
-        self._agree(described)
-        self._flatten(described, recording)
-        return described
-
-    def _describe(self, model: nn.Module, groups: Groups, device: torch.device | None) -> Model:
-        self.model = model
-        zero = self.config.zero
-        described = describe(
-            model,
-            ranks=self.shard.size,
-            replicas=self.ranks.replica.size,
-            bucket_bytes=zero.bucket_bytes,
-            groups=groups,
-            lr=self.lr,
-            precision=self.config.precision,
-            tensor=self.ranks.degree,
-            rule=zero.unit,
-        )
-        self.layout = described.layout
-        self.device = device or _device_of(model)
-        self.store = make_store(model, self.config, self.ranks.tensor, self.device)
-        recompute(model, self.config.recompute, self.store)
-        return described
-
-    def _agree(self, described: Model) -> None:
-        agree_on_model(self.ranks.world, self.layout, self.model, described.groups, self.device)
-
-    def _flatten(self, described: Model, recording: Recording | None) -> None:
-        """Every unit's storages; a deferred parameter is made, sliced and dropped with its unit."""
-        self.units: list[FlatUnit] = []
-        made: dict[int, nn.Parameter] = {}
-        for unit in self.layout.units:
-            tensors = [described.tensors[p.name] for p in unit.parameters]
-            flat = FlatUnit(
-                unit,
-                tensors,
-                self.stage,
-                self.shard,
-                whole_gradient=not (self.stage.shards_gradients and self._every_micro_step),
-                gradient_dtype=gradient_dtype(self.config.zero.gradient_dtype, self.config.precision),
-                recording=recording,
-                device=self.device,
-            )
-            flat.release()
-            made.update({id(old): new for old, new in zip(tensors, flat.tensors) if old is not new})  # noqa: B905
-            self.units.append(flat)
-        for module in self.model.modules() if made else ():
-            for name, old in list(module._parameters.items()):
-                if id(old) in made:
-                    module._parameters[name] = made[id(old)]
-        for module in self.model.modules():
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    value = recording.whole(buffer).to(self.device) if recording else buffer
-                    module._buffers[name] = value.to(working_dtype(self.config.precision, value.dtype))
-
-    def _same_random_state(self, device: torch.device | None) -> None:
-        """Deferred parameters are made by every rank for itself: all must draw rank 0's numbers."""
-        state = torch.get_rng_state()
-        message = state.to(device) if device is not None else state
-        self.ranks.world.broadcast(message, 0, "random state")
-        torch.set_rng_state(message.cpu())
-
-    def _synchronise(self, tensors: Mapping[str, nn.Parameter]) -> None:
-        """Rank 0's parameters are everyone's; a slice is that of the first rank which has it."""
-        with torch.no_grad():
-            for tensor in tensors.values():
-                if tensor.device.type != "meta":
-                    if split_of(tensor) is None:
-                        self.ranks.tensor.broadcast(tensor.data, 0, "first replicated parameters")
-                    self.comm.broadcast(tensor.data, 0, "first parameters")
 
     def _synchronise_buffers(self, what: str) -> None:
         if self.comm.size > 1:
@@ -466,16 +359,10 @@ class ZeroEngine:
         return None if self.background is None else self.background.finish()
 
     def load_weights(self, path: str | Path) -> int:
-        """Begins with safetensors (``engine.weights``), every rank reading its part; returns the bytes it read."""
+        """Begins with safetensors (``engine.saving.weights``), each rank reading its part; returns the bytes read."""
         return load_weights(self, Path(path))
 
     def load(self, folder: str | Path, step: int | None = None) -> tuple[int, dict[str, Any]]:
         """Reads the newest whole checkpoint below ``folder`` (or that of ``step``); returns (step, extra)."""
         manifest = checkpoint.load(self, Path(folder), step)
         return manifest.step, manifest.extra or {}
-
-
-def _device_of(model: object) -> torch.device:
-    """Where the parameters of a module are; the CPU for those that are nowhere yet, and for a function."""
-    tensors = model.parameters() if isinstance(model, nn.Module) else ()
-    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))

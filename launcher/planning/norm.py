@@ -1,5 +1,5 @@
-"""What the engine keeps for the global norm and beside the optimizer, counted as it is made (engine/norm.py, Pieces in
-engine/optim.py): of data-parallel rank 0; where shards cut atoms differs a little from rank to rank.
+"""What the engine keeps for the global norm and beside the optimizer, counted as it is made (engine/reduce/norm.py,
+Pieces in engine/update/optim.py): of data-parallel rank 0; where shards cut atoms differs a little from rank to rank.
 
 A transformer's blocks are alike, so a unit is counted once for all that have its sizes.
 """
@@ -13,7 +13,7 @@ from ..contract.atoms import ATOM, BLOCK, cut, spans
 from ..contract.partition import ITEM_BYTES, Layout, Parameter, Unit, stored_dtype
 from .plan import Alive
 
-_LANES = 16  # elements of a padding row (engine/optim.py)
+_LANES = 16  # elements of a padding row (engine/update/optim.py)
 
 
 class _Counts(NamedTuple):

@@ -2,7 +2,7 @@
 
 Tensor parallelism cuts what Megatron cuts: attention by heads, the MLP by its inner width, embedding and
 head by vocabulary (padded to the degree); norms, positions and the biases of the two projections back are
-whole on every rank. ``engine.tensor_gpt`` is the model; a test holds the two against each other.
+whole on every rank. ``engine.tensor.gpt`` is the model; a test holds the two against each other.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ With b samples, s tokens, width h, a heads, vocabulary v, L blocks, tensor degre
     a recomputed block stores    x alone                         bsh          / T partitioned; host memory: 0
     the head                     x, norm(x), loss                2·bsh, and 3·bsv / T: log-softmax, and two gradients
 
-The engine on fp32 is what this counts (engine/gpt.py under autograd, engine/reduce.py, engine/gathering.py); a test
-holds it against real storages at tensor degree 1. 16-bit precisions and tensor parallelism are the same arithmetic on
-other sizes; where a choice of the engine decides that no test has measured, the line says ``assumed``.
+The engine on fp32 is what this counts (engine/gpt.py under autograd, engine/reduce/flow.py and
+engine/gather/gathering.py); a test holds it against real storages at tensor degree 1. 16-bit precisions and tensor
+parallelism are the same arithmetic on other sizes; where a choice of the engine decides that no test has measured, the
+line says ``assumed``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .plan import Alive, StageMemory, StepLine
 from .shapes import Shapes
 
 PIECE_BYTES = 1 << 18  # what ranks of one host read at once (engine/comm/host.py)
-IN_FLIGHT = 2  # bucket buffers of a kind that the engine keeps (engine/buckets.py)
+IN_FLIGHT = 2  # bucket buffers of a kind that the engine keeps (engine/reduce/buckets.py)
 SLACK_PER_MILLE = 50
 """Allocator slack, an assumption: of what comes and goes within a step, how much is lost to rounding and holes."""
 

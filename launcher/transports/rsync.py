@@ -73,7 +73,8 @@ def argv(target: ShellTo, copy: Copy) -> list[str]:
     return [
         # Its own look at what has changed compares whole seconds: a record that was rewritten in the second in which it
         # was written, at the same size, would be passed over.
-        *("rsync", "--ignore-times", "--times", "--perms", "--no-implied-dirs", "--files-from=-", "--from0", "--protect-args"),
+        *("rsync", "--ignore-times", "--times", "--perms", "--no-implied-dirs"),
+        *("--files-from=-", "--from0", "--protect-args"),
         *(f"--partial-dir={PARTS}", "--info=progress2", "--no-human-readable", "--timeout=60"),
         *("--rsh", shell, "--", *ends),
     ]

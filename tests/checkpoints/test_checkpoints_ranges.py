@@ -30,7 +30,7 @@ from launcher.contract.plain import to_plain
 from launcher.contract.pruning import remove_checkpoint
 from launcher.contract.slices import reshard_tensor
 from launcher.contract.train import Zero
-from launcher.engine import shardfile
+from launcher.engine.saving import shardfile
 
 NODES = ["node01", "node02", "node03"]
 RUN = "job-1"

@@ -1,4 +1,4 @@
-"""Starts an attempt's ranks as an agent does: real processes of ``launcher.engine.main``."""
+"""Starts an attempt's ranks as an agent does: real processes of ``launcher.engine.job.main``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launcher.contract.records import Outcome
 from launcher.contract.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-RANK = "import sys; from launcher.engine.main import main; sys.exit(main(sys.argv[1:]))"
+RANK = "import sys; from launcher.engine.job.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 class Job:

@@ -13,7 +13,7 @@ from launcher.contract.train import GPT as GPTConfig
 from launcher.contract.train import SGD, AdamW, Zero
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
-from launcher.engine.groups import Groups
+from launcher.engine.model.groups import Groups
 from launcher.engine.zero import ZeroEngine
 
 TINY = GPTConfig(layers=2, hidden=15, heads=3, seq_len=7, vocab=37)
@@ -183,3 +183,32 @@ def relative(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the largest value."""
     scale = float(b.abs().max())
     return float((a - b).abs().max()) / (scale or 1.0)
+
+
+def rank_after_rank(
+    model: nn.Module,
+    loss_of: Callable[[Any, Tensor, Tensor], Tensor],
+    steps: Sequence[Tensor],
+    parts: int,
+    optimizer: AdamW,
+) -> tuple[list[float], list[float], list[dict[str, Tensor]]]:
+    """Plain PyTorch, one data rank's rows after the other's with that rank's dropout: losses, norms, parameters of
+    every step. ``loss_of`` is given the model, inputs and targets."""
+    adam = torch.optim.AdamW(
+        model.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, weight_decay=optimizer.weight_decay
+    )
+    assert optimizer.clip is not None
+    losses, norms, states = [], [], []
+    for step, batch in enumerate(steps):
+        total = 0.0
+        for rank, rows in enumerate(batch.chunk(parts)):
+            torch.manual_seed(1000 * step + rank)
+            loss = loss_of(model, rows[:, :-1], rows[:, 1:]) / parts
+            loss.backward()
+            total += float(loss.detach())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip)))
+        adam.step()
+        adam.zero_grad()
+        losses.append(total)
+        states.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    return losses, norms, states

@@ -16,7 +16,7 @@ from typing import Any
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     # torch._dynamo: recomputation loads it, which takes seconds a process.
-    ["torch", "torch.distributed", "torch._dynamo", "launcher.engine.loop", "launcher.engine.zero"]
+    ["torch", "torch.distributed", "torch._dynamo", "launcher.engine.job.loop", "launcher.engine.zero"]
 )
 
 

@@ -4,14 +4,13 @@ nothing of units, storages or formulas, only of addresses and sizes."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from engine_events import allocations
 from engine_models import CASES, MODELS, batches, train
 from engine_ranks import run_ranks
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from launcher.contract.train import SGD, AdamW, Zero
@@ -21,19 +20,10 @@ from launcher.engine.zero import ZeroEngine
 TRIES = 12
 
 
-def _allocations(events: list[Any]) -> Iterator[tuple[int, int, int]]:
-    """(time, address, bytes; below zero: freed) of a tree of events."""
-    for event in events:
-        if event.tag == _EventType.Allocation:
-            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
-        yield from _allocations(event.children)
-
-
 def _live(profiled: Any) -> Counter[int]:
     """Sizes of what was allocated while recording, and not freed."""
     live: dict[int, int] = {}
-    results = profiled.profiler.kineto_results
-    for _, address, size in sorted(_allocations(results.experimental_event_tree()), key=lambda row: row[0]):
+    for _, address, size in allocations(profiled):
         if size > 0:
             live[address] = size
         else:

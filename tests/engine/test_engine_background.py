@@ -21,7 +21,7 @@ from launcher.contract.holdings import checkpoints_here
 from launcher.contract.manifest import Manifest
 from launcher.contract.saved import saved_bytes
 from launcher.contract.train import GPT, AdamW, Batch, Checkpointing, Data, TrainConfig, Zero
-from launcher.engine import checkpoint, shardfile
+from launcher.engine.saving import checkpoint, shardfile
 
 
 def _both_ways(rank: int, world: int, folder: str) -> None:

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from engine_events import allocations
 from engine_models import MODELS, batches, digest, whole_state
 from engine_ranks import run_ranks
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from launcher.contract.errors import UsageError
 from launcher.contract.train import AdamW, Zero
-from launcher.engine.activations import recompute
-from launcher.engine.buckets import expected
+from launcher.engine.activations.recompute import recompute
 from launcher.engine.config import EngineConfig
+from launcher.engine.reduce.buckets import expected
 from launcher.engine.zero import ZeroEngine
 
 LAYERS, WIDTH, BUCKET = 16, 64, 4096
@@ -90,14 +90,6 @@ def _input(engine: ZeroEngine, number: int) -> Tensor:
     return torch.randn(1, WIDTH, generator=generator, requires_grad=True)
 
 
-def _events(events: list[Any]) -> Iterator[tuple[int, int, int]]:
-    """(time, address, bytes; below zero: freed) of a tree of events."""
-    for event in events:
-        if event.tag == _EventType.Allocation:
-            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
-        yield from _events(event.children)
-
-
 def _most_in_backward(engine: ZeroEngine, x: Tensor) -> int:
     """The most bytes at once that the CPU's allocator gave out in backward: it knows nothing of the engine."""
     loss = engine.model(x)
@@ -105,8 +97,7 @@ def _most_in_backward(engine: ZeroEngine, x: Tensor) -> int:
         engine.backward(loss)
     held: dict[int, int] = {}
     most = 0
-    tree = profiled.profiler.kineto_results.experimental_event_tree()
-    for _, address, size in sorted(_events(tree), key=lambda row: row[0]):
+    for _, address, size in allocations(profiled):
         if size > 0:
             held[address] = size
         else:

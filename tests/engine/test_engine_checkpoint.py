@@ -18,7 +18,7 @@ from launcher.contract.errors import UsageError, VerificationFailed
 from launcher.contract.holdings import checkpoints_here
 from launcher.contract.manifest import Manifest
 from launcher.contract.partition import Layout
-from launcher.engine import checkpoint, shardfile
+from launcher.engine.saving import checkpoint, shardfile
 from launcher.engine.zero import ZeroEngine
 
 

@@ -23,8 +23,8 @@ from launcher.engine.comm import Alone, Comm, connect
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
 from launcher.engine.ranks import Ranks
-from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.tensor_parallel import Split, split_of
+from launcher.engine.tensor.gpt import TensorGPT
+from launcher.engine.tensor.layers import Split, split_of
 from launcher.engine.zero import ZeroEngine
 
 

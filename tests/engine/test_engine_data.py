@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.contract.errors import UsageError
-from launcher.engine.data import HeldOut, Samples, TokenFile, bigram_entropy, mix, permuted
+from launcher.engine.chance import mix
+from launcher.engine.job.data import HeldOut, Samples, TokenFile, bigram_entropy, permuted
 
 
 def _file(tmp_path: Path, tokens: list[int], vocab: int = 256) -> TokenFile:

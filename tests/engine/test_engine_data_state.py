@@ -12,7 +12,7 @@ from engine_job import Job
 
 from launcher.contract.errors import UsageError
 from launcher.contract.train import SGD, Batch, Checkpointing, Data, Factory, TrainConfig, Zero
-from launcher.engine.sources import FactoryBatches
+from launcher.engine.job.sources import FactoryBatches
 
 USER_CODE = """
 import torch

@@ -14,9 +14,10 @@ from engine_ranks import run_ranks
 from torch import nn
 
 from launcher.contract.errors import UsageError
-from launcher.engine import ZeroEngine, deferred
-from launcher.engine.deferred import record
-from launcher.engine.flat import FlatUnit
+from launcher.engine import ZeroEngine
+from launcher.engine.model import deferred
+from launcher.engine.model.deferred import record
+from launcher.engine.model.flat import FlatUnit
 
 CONFIG: dict[str, Any] = {"zero": {"stage": 3}, "optimizer": {"lr": 0.1}}
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from launcher.contract.errors import UsageError
 from launcher.contract.train import SGD, AdamW
 from launcher.engine.config import EngineConfig
-from launcher.engine.elementwise import ELEMENTWISE, Chosen
-from launcher.engine.flat import Run
-from launcher.engine.units import Group
+from launcher.engine.model.flat import Run
+from launcher.engine.model.units import Group
+from launcher.engine.update.elementwise import ELEMENTWISE, Chosen
 
 optim = torch.optim
 CASES: dict[str, tuple[Any, Callable[[Any], optim.Optimizer]]] = {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from engine_ranks import run_ranks
@@ -42,7 +45,7 @@ X = torch.ones(2, 4)
 
 def _reads(rank: int, world: int) -> None:
     """In the first forward and up to backward; each of these ended in SIGSEGV or in torch's own nameless words."""
-    outside = r"parameter layers\.{} is used outside the forward of layers\.{}, after its unit was released"
+    outside = r"parameter layers\.{} is used outside the forward of layers\.{}, where alone it is whole"
     uses: list[Use] = [
         lambda model, x: x * model.layers[1].bias,
         lambda model, x: x @ model.layers[1].weight,  # type: ignore[operator]
@@ -66,6 +69,65 @@ def _reads(rank: int, world: int) -> None:
     loss = engine.model(X)
     with pytest.raises(UsageError, match=outside.format("0.weight", 0)):
         loss + sum((p**2).sum() for p in engine.model.parameters())
+
+
+READS: dict[str, Callable[[nn.Parameter], object]] = {
+    "print": repr,
+    "format": "{}".format,
+    "norm": lambda p: p.norm(),
+    "torch.norm": torch.norm,
+    "clone": lambda p: p.clone(),
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "add": lambda p: 1 + p,
+    "index": lambda p: p[0],
+    "iterate": list,
+    "compare": lambda p: p == 0,
+    "in place": lambda p: p.data.zero_(),
+    "init": nn.init.zeros_,
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: numpy.asarray(p),
+    "item": lambda p: float(p.sum()),
+    "nested": lambda p: torch.stack([torch.zeros_like(X), p]),
+    "out": lambda p: torch.add(X, X, out=p),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "copy": copy.deepcopy,
+    "pickle": lambda p: torch.save(p, io.BytesIO()),
+    "to": lambda p: p.to(torch.float64),
+    "linear": lambda p: nn.functional.linear(X, p),
+}
+
+
+def _by_hand(rank: int, world: int) -> None:
+    """Reading a parameter between steps ended the process. What needs no values stays as it is."""
+    engine = _engine()
+    model = engine.model
+    kinds: set[type] = set()
+    model.layers[1].register_forward_pre_hook(lambda module, _: kinds.add(type(module.weight)))  # type: ignore[index,union-attr,operator]
+    for _ in range(3):
+        for owner, name in ((model.layers[1], "layers.1.weight"), (model.first, "first.weight")):  # type: ignore[index]
+            weight = owner.weight  # type: ignore[union-attr,operator]
+            for what, read in READS.items():
+                with pytest.raises(UsageError, match=f"parameter {name} is ") as told:
+                    read(weight)
+                assert "with zero.gathered():" in str(told.value.hint), what
+            assert isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf
+            assert (tuple(weight.shape), weight.dtype, weight.numel(), weight.grad) == ((4, 4), torch.float32, 16, None)
+        with pytest.raises(UsageError, match=r"parameter first\.weight is read while it is partitioned"):
+            model.double()
+        with engine.gathered():
+            assert all(type(p) is nn.Parameter and bool(p.norm() > 0) for p in model.parameters())
+        engine.backward(model(X))
+        engine.step()
+    assert kinds == {nn.Parameter}, "what computes sees torch's own class"
+    assert {name for name, _ in model.named_parameters()} == set(engine.layout.by_name)
+    later = iter([False, False, True])
+    engine = _engine(use=lambda model, x: x * model.layers[0].bias if next(later) else x)
+    for _ in range(2):
+        engine.backward(engine.model(X))
+        engine.step()
+    with pytest.raises(UsageError, match=r"parameter layers\.0\.bias is used outside the forward of layers\.0"):
+        engine.model(X)
 
 
 def _states(rank: int, world: int) -> None:
@@ -119,7 +181,7 @@ def _failed(rank: int, world: int) -> None:
 
 
 def _all(rank: int, world: int) -> None:
-    for what in (_reads, _states, _crossed, _failed):
+    for what in (_reads, _by_hand, _states, _crossed, _failed):
         what(rank, world)
 
 

@@ -24,10 +24,10 @@ from launcher.contract.errors import NoSpace, Refused, UsageError, VerificationF
 from launcher.contract.train import GPT as GPTConfig
 from launcher.contract.train import AdamW, Zero
 from launcher.engine.config import EngineConfig
-from launcher.engine.convert import from_torch
 from launcher.engine.ranks import Ranks
-from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.tensor_parallel import joined, split_of
+from launcher.engine.saving.convert import from_torch
+from launcher.engine.tensor.gpt import TensorGPT
+from launcher.engine.tensor.layers import joined, split_of
 from launcher.engine.zero import ZeroEngine
 from launcher.runs import Event, Run
 from launcher.runs.locks import hold

@@ -7,7 +7,7 @@ import torch
 from launcher.contract import partition
 from launcher.contract.train import GPT as GPTConfig
 from launcher.engine.gpt import GPT
-from launcher.engine.units import describe
+from launcher.engine.model.units import describe
 
 
 def test_names_shapes_and_units_are_the_partitions() -> None:

@@ -14,7 +14,7 @@ from engine_job import ROOT
 from engine_ranks import run_ranks
 from torch.utils.data import default_collate
 
-from launcher.engine.sources import default_loss
+from launcher.engine.job.sources import default_loss
 from launcher.engine.zero import ZeroEngine
 
 STEPS = 4

@@ -13,8 +13,8 @@ from launcher.contract.train import SGD, Zero
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
 from launcher.engine.ranks import Ranks
-from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.tensor_parallel import joined, split_of
+from launcher.engine.tensor.gpt import TensorGPT
+from launcher.engine.tensor.layers import joined, split_of
 from launcher.engine.zero import ZeroEngine
 
 CONFIG = GPTConfig(layers=1, hidden=8, heads=2, seq_len=7, vocab=19)

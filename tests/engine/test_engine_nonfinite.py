@@ -15,7 +15,7 @@ from launcher.contract.train import GPT as GPTConfig
 from launcher.contract.train import SGD, AdamW, Zero
 from launcher.engine.config import EngineConfig
 from launcher.engine.ranks import Ranks
-from launcher.engine.tensor_gpt import TensorGPT
+from launcher.engine.tensor.gpt import TensorGPT
 from launcher.engine.zero import NonFinite, ZeroEngine
 
 

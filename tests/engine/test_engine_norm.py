@@ -12,8 +12,8 @@ from launcher.contract import partition
 from launcher.contract.atoms import ATOM, BLOCK
 from launcher.contract.partition import Parameter
 from launcher.engine.comm import Alone, connect
-from launcher.engine.flat import STAGES, FlatUnit
-from launcher.engine.norm import NormPlan, owner_of
+from launcher.engine.model.flat import STAGES, FlatUnit
+from launcher.engine.reduce.norm import NormPlan
 
 SHAPES = [(3,), (BLOCK + 300,), (1,), (255, 3), (2 * BLOCK,), (BLOCK - 1,), (ATOM,), (77, 91)]
 
@@ -61,11 +61,3 @@ def test_row_sums_depend_on_the_row_alone() -> None:
     for start in range(0, 280, 7):
         for count in (1, 2, 3, 19):
             assert torch.equal(rows[start : start + count].clone().sum(1), whole[start : start + count])
-
-
-def test_every_element_has_the_owner_that_the_partition_says() -> None:
-    layout = partition.build([("u", [Parameter("p", (101,))])], ranks=3, bucket_bytes=4 * 12)
-    unit = layout.units[0]
-    for rank in range(3):
-        for part in unit.parts(rank):
-            assert {owner_of(unit, at) for at in range(part.start, part.stop)} == {rank}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from launcher.contract.train import AdamW
-from launcher.engine.flat import Run
-from launcher.engine.optim import FlatAdamW, learning_rate
-from launcher.engine.units import Group
+from launcher.engine.model.flat import Run
+from launcher.engine.model.units import Group
+from launcher.engine.update.optim import FlatAdamW, learning_rate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,7 +12,7 @@ from torch import nn
 
 from launcher.contract.train import AdamW, Zero
 from launcher.engine.config import EngineConfig
-from launcher.engine.precision import LossScale
+from launcher.engine.model.precision import LossScale
 from launcher.engine.zero import NonFinite, ZeroEngine
 
 OPTIMIZER = AdamW(lr=1e-2, weight_decay=0.1, clip=0.5, eps=1e-5)

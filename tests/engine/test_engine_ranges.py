@@ -20,9 +20,9 @@ from launcher.contract.manifest import Manifest
 from launcher.contract.plain import to_plain
 from launcher.contract.topology import Topology
 from launcher.contract.train import AdamW, Batch, Data, TrainConfig, Zero
-from launcher.engine.checkpoint import read_manifest
 from launcher.engine.config import EngineConfig
 from launcher.engine.ranks import Ranks
+from launcher.engine.saving.checkpoint import read_manifest
 from launcher.engine.zero import ZeroEngine
 
 BUCKETS = {"saved": 3000, "loaded": 1400}

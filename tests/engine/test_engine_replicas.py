@@ -16,11 +16,11 @@ from launcher.contract import partition
 from launcher.contract.errors import UsageError
 from launcher.contract.topology import Topology
 from launcher.contract.train import AdamW, Zero
-from launcher.engine.checkpoint import read_manifest
 from launcher.engine.comm import Alone, NativeComm
 from launcher.engine.config import EngineConfig
-from launcher.engine.loop import traffic_of
+from launcher.engine.job.loop import traffic_of
 from launcher.engine.ranks import Ranks, checked_topology
+from launcher.engine.saving.checkpoint import read_manifest
 from launcher.engine.zero import ZeroEngine
 
 OPTIMIZER = AdamW(lr=1e-2, weight_decay=0.1, clip=0.5, eps=1e-5)

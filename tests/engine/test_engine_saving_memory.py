@@ -4,21 +4,21 @@ records them, and Python's own count, meanwhile. Neither knows anything of units
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_events import allocations
 from engine_ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from launcher.contract.train import AdamW, Zero
-from launcher.engine import shardfile
 from launcher.engine.config import EngineConfig
+from launcher.engine.saving import shardfile
 from launcher.engine.zero import ZeroEngine
 
 BLOCK = 2**16  # of a file, in these tests; the state is fifty times as large and more
@@ -41,18 +41,10 @@ class _Halves(nn.Module):
         return x.square().mean()
 
 
-def _events(tree: list[Any]) -> Iterator[tuple[int, int]]:
-    """(time, bytes; below zero: freed) of a tree of events."""
-    for event in tree:
-        if event.tag == _EventType.Allocation:
-            yield event.start_time_ns, event.extra_fields.alloc_size
-        yield from _events(event.children)
-
-
 def _peak(profiled: Any) -> int:
     """The most that lived at any moment above what stood when recording began."""
     live = most = 0
-    for _, size in sorted(_events(profiled.profiler.kineto_results.experimental_event_tree()), key=lambda row: row[0]):
+    for _, _, size in allocations(profiled):
         live += size
         most = max(most, live)
     return most

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_iter
 
 from launcher.contract.errors import UsageError
 from launcher.contract.train import GPT as GPTConfig
-from launcher.engine.activations import recompute
+from launcher.engine.activations.lane import Lane
+from launcher.engine.activations.recompute import recompute
+from launcher.engine.activations.stored import Rows, Store
 from launcher.engine.comm import Alone, connect
-from launcher.engine.lane import Lane
-from launcher.engine.stored import Rows, Store
-from launcher.engine.tensor_gpt import TensorGPT
+from launcher.engine.tensor.gpt import TensorGPT
 
 CONFIG = GPTConfig(layers=3, hidden=16, heads=4, seq_len=9, vocab=37, dropout=0.2)
 STREAM = 3 * 9 * 16  # elements of a block's input

@@ -16,8 +16,8 @@ from launcher.contract.train import GPT as GPTConfig
 from launcher.engine.comm import connect
 from launcher.engine.gpt import GPT
 from launcher.engine.ranks import Ranks
-from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.tensor_parallel import (
+from launcher.engine.tensor.gpt import TensorGPT
+from launcher.engine.tensor.layers import (
     all_reduce,
     cut,
     joined,

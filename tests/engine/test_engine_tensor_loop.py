@@ -14,8 +14,8 @@ from engine_ranks import run_ranks
 
 from launcher.contract.train import GPT, AdamW, Batch, Checkpointing, Data, TrainConfig, Zero
 from launcher.engine.comm import connect
-from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.units import describe
+from launcher.engine.model.units import describe
+from launcher.engine.tensor.gpt import TensorGPT
 from launcher.planning.shapes import gpt_layout
 from launcher.specs.models import GptModel
 

@@ -11,7 +11,7 @@ import engine_own
 import pytest
 import torch
 from engine_job import Job
-from engine_models import batches, digest, relative
+from engine_models import batches, digest, rank_after_rank, relative
 from engine_own import PLAN, Own, loss_of
 from engine_ranks import run_ranks
 from torch import Tensor
@@ -19,12 +19,13 @@ from torch import Tensor
 from launcher.contract.errors import UsageError
 from launcher.contract.partition import state_bytes
 from launcher.contract.train import AdamW, Batch, Checkpointing, Data, Factory, TrainConfig, Zero
-from launcher.engine import deferred, zero
+from launcher.engine import build
 from launcher.engine.comm import connect
 from launcher.engine.config import EngineConfig
+from launcher.engine.model import deferred
 from launcher.engine.ranks import Ranks
-from launcher.engine.tensor_map import split_layers
-from launcher.engine.tensor_parallel import cut, joined, split_of
+from launcher.engine.tensor.by_name import split_layers
+from launcher.engine.tensor.layers import cut, joined, split_of
 from launcher.engine.zero import ZeroEngine
 
 
@@ -72,25 +73,7 @@ OPTIMIZER = AdamW(lr=1e-2, weight_decay=0.1, clip=0.1, eps=1e-5)
 
 
 def _undistributed(steps: list[Tensor], parts: int) -> tuple[list[float], list[float], list[dict[str, Tensor]]]:
-    """Plain PyTorch, one data rank's rows after the other's with that rank's dropout: losses, norms, parameters."""
-    model = _own()
-    adam = torch.optim.AdamW(
-        model.parameters(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=0.1
-    )
-    losses, norms, states = [], [], []
-    for step, batch in enumerate(steps):
-        total = 0.0
-        for rank, rows in enumerate(batch.chunk(parts)):
-            torch.manual_seed(1000 * step + rank)
-            loss = loss_of(model, (rows[:, :-1], rows[:, 1:])) / parts
-            loss.backward()
-            total += float(loss.detach())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        adam.step()
-        adam.zero_grad()
-        losses.append(total)
-        states.append({n: p.detach().clone() for n, p in model.named_parameters()})
-    return losses, norms, states
+    return rank_after_rank(_own(), lambda model, x, y: loss_of(model, (x, y)), steps, parts, OPTIMIZER)
 
 
 def _engine(ranks: Ranks, stage: int) -> ZeroEngine:
@@ -122,7 +105,7 @@ def _whole(engine: ZeroEngine) -> dict[str, Tensor]:
 
 def _trained(rank: int, world: int, folder: str, count: int) -> None:
     deferred.LARGE = 50  # so that stage 3 makes its layers one by one
-    zero.built_whole = None  # type: ignore[assignment]  # and never the model
+    build.built_whole = None  # type: ignore[assignment]  # and never the model
     ranks = Ranks.connect(2)
     steps = batches(count + 1, 4, 11)
     losses, norms, states = _undistributed(steps, ranks.data.size)

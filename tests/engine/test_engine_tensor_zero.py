@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import batches, digest, relative
+from engine_models import batches, digest, rank_after_rank, relative
 from engine_ranks import run_ranks
 from torch import Tensor
 
@@ -17,8 +17,8 @@ from launcher.contract.train import AdamW, Zero
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
 from launcher.engine.ranks import Ranks
-from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.tensor_parallel import joined, split_of
+from launcher.engine.tensor.gpt import TensorGPT
+from launcher.engine.tensor.layers import joined, split_of
 from launcher.engine.zero import ZeroEngine
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=4, seq_len=7, vocab=37)
@@ -75,23 +75,7 @@ def _undistributed(steps: list[Tensor], parts: int, dtype: torch.dtype) -> tuple
     model = GPT(DROPOUT).to(dtype)
     for block in model.blocks:
         block.attention.dropout = 0.0  # type: ignore[union-attr]
-    adam = torch.optim.AdamW(
-        model.parameters(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=0.1
-    )
-    losses, norms, states = [], [], []
-    for step, batch in enumerate(steps):
-        total = 0.0
-        for rank, rows in enumerate(batch.chunk(parts)):
-            torch.manual_seed(1000 * step + rank)
-            loss = model(rows[:, :-1], rows[:, 1:]) / parts
-            loss.backward()
-            total += float(loss.detach())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        adam.step()
-        adam.zero_grad()
-        losses.append(total)
-        states.append({n: p.detach().clone() for n, p in model.named_parameters()})
-    return losses, norms, states
+    return rank_after_rank(model, lambda model, x, y: model(x, y), steps, parts, OPTIMIZER)
 
 
 def _parity(

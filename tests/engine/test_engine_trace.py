@@ -18,7 +18,7 @@ from launcher.engine.comm import connect
 from launcher.engine.comm.choose import SEND
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
-from launcher.engine.trace import COMPUTE, GATHER, REDUCE, WAIT, Span, Trace
+from launcher.engine.watching.trace import COMPUTE, GATHER, REDUCE, WAIT, Span, Trace
 from launcher.engine.zero import ZeroEngine
 
 LAYERS = 4

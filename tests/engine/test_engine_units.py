@@ -14,8 +14,8 @@ from launcher.contract.train import GPT as GPTConfig
 from launcher.contract.train import AdamW, Units, Zero
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
-from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.units import describe
+from launcher.engine.model.units import describe
+from launcher.engine.tensor.gpt import TensorGPT
 from launcher.engine.zero import ZeroEngine
 from launcher.planning.shapes import gpt_layout
 from launcher.specs.models import GptModel

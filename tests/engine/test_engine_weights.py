@@ -21,10 +21,10 @@ from launcher.contract.train import AdamW, Batch, Checkpointing, Data, Evaluate,
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT
 from launcher.engine.ranks import Ranks
-from launcher.engine.tensor_gpt import TensorGPT
-from launcher.engine.tensor_map import split_layers
-from launcher.engine.tensor_parallel import joined, split_of
-from launcher.engine.weights import load_weights
+from launcher.engine.saving.weights import load_weights
+from launcher.engine.tensor.by_name import split_layers
+from launcher.engine.tensor.gpt import TensorGPT
+from launcher.engine.tensor.layers import joined, split_of
 from launcher.engine.zero import ZeroEngine
 
 CONFIG = GPTConfig(layers=2, hidden=16, heads=4, seq_len=7, vocab=37)

@@ -141,3 +141,46 @@ def test_only_the_command_line_prints() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "exit"}:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert not wrong
+
+
+# The engine's own floors. A file that is no room's stands by its name. Those below ``zero`` name it for its type alone.
+ENGINE = {
+    "comm": 0, "chance": 0, "gpt": 0, "heap": 0, "resolve": 0,
+    "config": 1, "tensor": 1,
+    "model": 2,
+    "gather": 3, "reduce": 3, "update": 3, "activations": 3, "unchanged": 3, "kept": 3,
+    "agreement": 4,
+    "ranks": 5,
+    "build": 6, "saving": 6,
+    "zero": 7,
+    "watching": 8,
+    "job": 9,
+    "rehearsal": 10,
+}  # fmt: skip
+
+
+def engine_parts_imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, part of the engine) of each import, those for types alone left out."""
+    here = path.relative_to(PACKAGE / "engine").parts[:-1]
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    checked = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    for_types = {id(inner) for node in checked for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(here) + 1 and id(node) not in for_types:
+            base = here[: len(here) - (node.level - 1)]
+            for target in [(*base, *node.module.split("."))] if node.module else [(*base, a.name) for a in node.names]:
+                yield node.lineno, target[0]
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "engine").rglob("*.py")), ids=lambda p: "-".join(p.parts[-2:]))
+def test_the_engine_has_floors_of_its_own(path: Path) -> None:
+    part = path.relative_to(PACKAGE / "engine").with_suffix("").parts[0]
+    if part == "__init__":
+        return
+    assert part in ENGINE, "a new part of the engine: give it a floor here and in docs/architecture.md"
+    wrong = [
+        f"line {line}: {part} may not import {other}"
+        for line, other in engine_parts_imported(path)
+        if other != part and ENGINE[other] > ENGINE[part]
+    ]
+    assert not wrong

@@ -16,7 +16,7 @@ from launcher.contract.train import GPT, AdamW, Zero
 from launcher.engine.comm import Alone
 from launcher.engine.config import EngineConfig
 from launcher.engine.gpt import GPT as Model
-from launcher.engine.loop import traffic_of
+from launcher.engine.job.loop import traffic_of
 from launcher.engine.zero import ZeroEngine
 
 

@@ -142,7 +142,7 @@ def _main() -> None:
     from launcher.contract.plain import from_plain, to_plain
     from launcher.contract.simulation import SimulationRequest
     from launcher.contract.train import TrainConfig
-    from launcher.engine.simulate import simulate
+    from launcher.engine.rehearsal.simulate import simulate
 
     torch.set_num_threads(1)
     answers = []

@@ -9,13 +9,13 @@ import torch
 
 from launcher.contract.plain import from_plain, to_plain
 from launcher.contract.train import GPT, SGD, AdamW, Batch, Data, TrainConfig, Zero
-from launcher.engine.loop import traffic_of
-from launcher.engine.place import Place
-from launcher.engine.policy import wrap
+from launcher.engine.job.loop import traffic_of
+from launcher.engine.job.place import Place
+from launcher.engine.job.policy import wrap
+from launcher.engine.job.sources import make_model
 from launcher.engine.ranks import Ranks
-from launcher.engine.simulate import Rehearsal, Watched
-from launcher.engine.sources import make_model
-from launcher.engine.track import FORWARD, Recorded, Recorder, claim
+from launcher.engine.rehearsal.simulate import Rehearsal, Watched
+from launcher.engine.watching.track import FORWARD, Recorded, Recorder, claim
 
 MODEL = GPT(layers=3, hidden=96, heads=3, seq_len=50, vocab=300)
 SMALL = GPT(layers=2, hidden=92, heads=4, seq_len=50, vocab=301)

@@ -15,8 +15,8 @@ from launcher.contract import partition
 from launcher.contract.plain import dumps
 from launcher.contract.simulation import Simulation, SimulationRequest
 from launcher.contract.train import GPT, Batch
-from launcher.engine.nothing import Nothing
-from launcher.engine.simulate import simulate
+from launcher.engine.rehearsal.nothing import Nothing
+from launcher.engine.rehearsal.simulate import simulate
 from launcher.planning.shapes import gpt_numel
 from launcher.simulation import run_simulation
 from launcher.specs.models import GptModel

@@ -1,0 +1,162 @@
+"""The model on this rank: described, agreed on with the others, and laid into flat units.
+
+A module is there already: rank 0's values become everyone's. A function that builds one runs without memory for its
+large parameters (``engine.model.deferred``); each is then made whole, sliced and dropped with its unit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..contract.partition import Layout
+from .activations.recompute import make_store, recompute
+from .activations.stored import Store
+from .agreement import agree_on_model
+from .comm import barrier
+from .config import EngineConfig
+from .model.deferred import NotDeferred, Recording, built_whole, record, refuse_meta
+from .model.flat import FlatUnit, Stage
+from .model.groups import Group, Groups
+from .model.precision import gradient_dtype, working_dtype
+from .model.units import Model, describe
+from .ranks import Ranks
+from .tensor.layers import split_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """``units`` are those of ``layout``, in its order; ``store`` is where recomputed blocks keep their inputs."""
+
+    model: nn.Module
+    layout: Layout
+    groups: list[Group]
+    units: list[FlatUnit]
+    store: Store | None
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Builder:
+    """``lr`` is the rate that those of ``groups`` are held against; ``every_micro_step`` says when gradients are
+    reduced; ``device`` None is where the model's parameters are."""
+
+    config: EngineConfig
+    ranks: Ranks
+    stage: Stage
+    lr: float
+    groups: Groups
+    every_micro_step: bool
+    device: torch.device | None
+
+    def build(self, model: nn.Module | Callable[[], nn.Module]) -> Built:
+        """Raises :class:`UsageError` where ranks have other models, or this one cannot be partitioned."""
+        if isinstance(model, nn.Module):
+            described = self._describe(refuse_meta(model))
+            self._agree(model, described)
+            self._synchronise(described.tensors)
+            return self._flatten(model, described, None)
+        self._same_random_state()
+        try:
+            built, recording = record(model)
+        except NotDeferred as why:
+            _log.warning("the model is built whole, a rank at a time: %s", why)
+            return self._in_turn(model)
+        described = self._describe(built)
+        self._agree(built, described)
+        return self._flatten(built, described, recording)
+
+    def _in_turn(self, factory: Callable[[], nn.Module]) -> Built:
+        comm = self.ranks.data
+        for turn in range(comm.size):
+            if turn == comm.rank:
+                whole = built_whole(factory)
+                described = self._describe(whole)
+                mine = self._flatten(whole, described, None)
+            barrier(comm, f"rank {turn} builds its model")
+        self._agree(mine.model, described)
+        return mine
+
+    def _describe(self, model: nn.Module) -> Model:
+        zero = self.config.zero
+        return describe(
+            model,
+            ranks=self.ranks.shard.size,
+            replicas=self.ranks.replica.size,
+            bucket_bytes=zero.bucket_bytes,
+            groups=self.groups,
+            lr=self.lr,
+            precision=self.config.precision,
+            tensor=self.ranks.degree,
+            rule=zero.unit,
+        )
+
+    def _agree(self, model: nn.Module, described: Model) -> None:
+        device = self.device or device_of(model)
+        agree_on_model(self.ranks.world, described.layout, model, described.groups, device)
+
+    def _same_random_state(self) -> None:
+        """Deferred parameters are made by every rank for itself: all must draw rank 0's numbers."""
+        state = torch.get_rng_state()
+        message = state.to(self.device) if self.device is not None else state
+        self.ranks.world.broadcast(message, 0, "random state")
+        torch.set_rng_state(message.cpu())
+
+    @torch.no_grad()
+    def _synchronise(self, tensors: Mapping[str, nn.Parameter]) -> None:
+        """Rank 0's parameters are everyone's; a slice is that of the first rank which has it."""
+        for tensor in tensors.values():
+            if tensor.device.type != "meta":
+                if split_of(tensor) is None:
+                    self.ranks.tensor.broadcast(tensor.data, 0, "first replicated parameters")
+                self.ranks.data.broadcast(tensor.data, 0, "first parameters")
+
+    def _flatten(self, model: nn.Module, described: Model, recording: Recording | None) -> Built:
+        """Every unit's storages, and the model on them."""
+        config, device = self.config, self.device or device_of(model)
+        store = make_store(model, config, self.ranks.tensor, device)
+        recompute(model, config.recompute, store)
+        units: list[FlatUnit] = []
+        made: dict[int, nn.Parameter] = {}
+        for unit in described.layout.units:
+            tensors = [described.tensors[p.name] for p in unit.parameters]
+            flat = FlatUnit(
+                unit,
+                tensors,
+                self.stage,
+                self.ranks.shard,
+                whole_gradient=not (self.stage.shards_gradients and self.every_micro_step),
+                gradient_dtype=gradient_dtype(config.zero.gradient_dtype, config.precision),
+                recording=recording,
+                device=device,
+            )
+            flat.release()
+            made.update({id(old): new for old, new in zip(tensors, flat.tensors) if old is not new})  # noqa: B905
+            units.append(flat)
+        _replace(model, made)
+        for module in model.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    value = recording.whole(buffer).to(device) if recording else buffer
+                    module._buffers[name] = value.to(working_dtype(config.precision, value.dtype))
+        return Built(model, described.layout, described.groups, units, store, device)
+
+
+def _replace(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    """Deferred parameters by those that were made of them; ``made`` is by the deferred ones' identity."""
+    for module in model.modules() if made else ():
+        for name, old in list(module._parameters.items()):
+            if id(old) in made:
+                module._parameters[name] = made[id(old)]
+
+
+def device_of(model: object) -> torch.device:
+    """Where the parameters of a module are; the CPU for those that are nowhere yet, and for a function."""
+    tensors = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))

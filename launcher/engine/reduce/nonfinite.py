@@ -1,0 +1,156 @@
+"""A gradient that is not finite: which parameter's, and which rank's loss or own gradient made it so.
+
+A sum that is not finite says nothing of who made it: its owner is merely where it lies. So each rank keeps its
+micro-losses until the step, and looks at them, and at what is still there of its own gradient, once the norm of the sum
+is not finite; nothing is looked at before. A rank's own gradient is still there where buckets are slices of a whole
+gradient that only its owner overwrites: ``reduce_every: step`` at stages 1 and 2. Elsewhere it has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...contract.errors import JobFailed
+
+if TYPE_CHECKING:
+    from ..model.flat import FlatUnit
+    from ..zero import ZeroEngine
+
+_FINITE, _NOT, _NOT_KNOWN = 0, 1, 2
+_NAMED = 8  # ranks in one message
+_HINT = (
+    "zero.reduce_every: step at stage 1 or 2 keeps each rank's own gradient until the step, which then names the rank; "
+    "torch.autograd.set_detect_anomaly(True) names the operation"
+)
+
+
+class NonFinite(JobFailed):
+    """A gradient or loss that is NaN or infinite; names the parameter, and who made it where that is known."""
+
+
+class Losses:
+    """This rank's losses since the last step: references to scalars that are there anyhow."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def keep(self, loss: Tensor) -> None:
+        loss = loss.detach()
+        alone = loss.untyped_storage().nbytes() == loss.element_size()
+        self._kept.append(loss if alone else loss.clone())  # an element of something larger would hold all of it
+
+    def forget(self) -> None:
+        self._kept = []
+
+    def first_bad(self) -> tuple[int, float]:
+        """The first micro-step (from 1) whose loss is not finite, and that loss; 0 where all are."""
+        for number, loss in enumerate(self._kept, 1):
+            if not bool(torch.isfinite(loss).all()):
+                return number, float(loss)
+        return 0, 0.0
+
+
+class Found(NamedTuple):
+    """What to tell, and what to do next where the rank is not known."""
+
+    text: str
+    hint: str | None
+
+
+def look(engine: ZeroEngine, norm: float) -> Found:
+    """What made the gradient's ``norm`` no number; every rank calls it, and gets the same answer."""
+    names = list(engine.layout.by_name)
+    number, loss = engine.losses.first_bad()
+    row = torch.tensor([_first_bad_sum(engine, names), number, loss], dtype=torch.float64, device=engine.device)
+    rows = engine.ranks.world.gather_small(row, "non-finite gradients").cpu()
+    first = int(rows[:, 0].min())
+    bad_losses = [(rank, int(n), float(value)) for rank, (_, n, value) in enumerate(rows.tolist()) if n]
+    if first == len(names):
+        told = _of_losses(bad_losses, engine.config.accumulation) or "every element is finite, their squares are not"
+        return Found(f"the gradient's norm is {norm}: {told}", None)
+    own = torch.tensor([_own_gradient(engine, names[first])], device=engine.device)
+    owns = engine.ranks.world.gather_small(own, "non-finite gradients")[:, 0].tolist()
+    holders = [rank for rank, at in enumerate(rows[:, 0].tolist()) if at == first]
+    made, known = _who(bad_losses, owns, holders, engine)
+    # At stage 0 every rank has every sum; the owner is whoever took it.
+    where = f"its sum lies in the shard{'s' * (len(holders) > 1)} of {_ranks(holders)}"
+    return Found(
+        f"the gradient of parameter {names[first]} is not finite (norm {norm}): {made}; {where}",
+        None if known else _HINT,
+    )
+
+
+def _who(
+    bad_losses: Sequence[tuple[int, int, float]], owns: Sequence[int], holders: Sequence[int], engine: ZeroEngine
+) -> tuple[str, bool]:
+    """Who made it, and whether that is known."""
+    seen = [rank for rank, own in enumerate(owns) if own == _NOT]
+    if bad_losses:
+        further = sorted(set(seen) - {rank for rank, _, _ in bad_losses})
+        beside = f"; so was the own gradient of {_ranks(further)}" if further else ""
+        return _of_losses(bad_losses, engine.config.accumulation) + beside, True
+    finite = "all losses were finite"
+    if seen:
+        return f"{finite}, the own gradient of {_ranks(seen)} was not", True
+    if len(owns) == 1:
+        return f"{finite}, the gradient of rank 0 was not", True
+    if _NOT_KNOWN in owns:
+        return f"{finite}; which rank's own gradient was not is not known, sums were taken as it came", False
+    # All that others added is finite, so it is what the owner added itself, or the sum of finite ones is too large.
+    own = f"it is the own gradient of {_ranks(holders, 'or')}, or a sum of finite ones is too large"
+    return f"{finite}, and so was what other ranks added: {own}", True
+
+
+def _of_losses(bad: Sequence[tuple[int, int, float]], accumulation: int) -> str:
+    if not bad:
+        return ""
+    rank, number, value = bad[0]
+    when = f" in micro-step {number} of {accumulation}" if accumulation > 1 else ""
+    others = [rank for rank, _, _ in bad[1:]]
+    return f"the loss of rank {rank} was {value}{when}" + (f", and that of {_ranks(others)} too" if others else "")
+
+
+def _first_bad_sum(engine: ZeroEngine, names: Sequence[str]) -> int:
+    """The first parameter, in the layout's order, whose sum in this rank's shard is not finite."""
+    at = {name: number for number, name in enumerate(names)}
+    bad = (
+        at[name]
+        for flat in engine.units
+        for tensor, name in flat.own_gradient_pieces()
+        if not bool(torch.isfinite(tensor).all())
+    )
+    return min(bad, default=len(names))
+
+
+def _own_gradient(engine: ZeroEngine, name: str) -> int:
+    """Of a parameter, what this rank added to other ranks' sums."""
+    flat = next(f for f in engine.units for p in f.unit.placed if p.parameter.name == name)
+    if not _is_kept(flat, engine):
+        return _NOT_KNOWN
+    assert flat.gradient is not None
+    placed = next(p for p in flat.unit.placed if p.parameter.name == name)
+    at = placed.start
+    for part in (*flat.parts, None):  # what lies between this rank's own parts, which hold sums
+        end = placed.stop if part is None else min(max(part.start, at), placed.stop)
+        if not bool(torch.isfinite(flat.gradient[at:end]).all()):
+            return _NOT
+        if part is not None:
+            at = min(max(part.stop, at), placed.stop)
+    return _FINITE
+
+
+def _is_kept(flat: FlatUnit, engine: ZeroEngine) -> bool:
+    return flat.whole_gradient and flat.stage.shards_optimizer and engine.shard.size > 1
+
+
+def _ranks(ranks: Sequence[int], last: str = "and") -> str:
+    """rank 3 · ranks 0, 1 and 2"""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _NAMED:
+        return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} {last} {ranks[-1]}"

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers over plain local tensors, a map of names to them, and the reference GPT of them."""

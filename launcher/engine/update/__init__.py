@@ -1,0 +1,1 @@
+"""A step's third phase: the optimizers on flat shards."""
