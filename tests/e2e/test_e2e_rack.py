@@ -71,7 +71,9 @@ def test_the_run_outlives_the_laptop_and_is_found_again(rack: Site, leftovers: C
     process.communicate()
     time.sleep(1)
     assert rack.json("status", run)["state"] == "running"
-    lines = rack.zerun("logs", run, "--rank", "0,4", "--tail", "2").stdout.splitlines()
+    end = time.monotonic() + 30  # a busy machine may have begun one rank and not yet the other
+    while len(lines := rack.zerun("logs", run, "--rank", "0,4", "--tail", "2").stdout.splitlines()) < 4:
+        assert time.monotonic() < end, lines
     assert {line.split("  ")[0] for line in lines} == {"0@node01", "4@node03"} and len(lines) == 4
     rack.zerun("cancel", run, code=None)
     assert leftovers(run) == []
