@@ -59,6 +59,15 @@ class Job:
         (self.folder / "launch.json").write_bytes(dumps(self.spec))
         return self
 
+    def with_settings(self, *lines: str) -> Job:
+        """Agents and verbs begin with these lines of Python, in which ``agent`` is the package: limits of the clock
+        that a busy machine would pass are set where they decide nothing."""
+        modules = sorted({line.split(".")[1] for line in lines})
+        main = Path(self.spec.runtime) / "__main__.py"
+        beginning = ["from _zerun import agent", *(f"import _zerun.agent.{module}" for module in modules), *lines]
+        main.write_text("\n".join([*beginning, main.read_text()]))
+        return self
+
     def agent(self, node: str = "localhost", *more: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         argv = [self.python, self.spec.runtime, "agent", "--run-dir", self.spec.run_dir, "--attempt", "1"]
         argv += ["--node", node, *more] if node else []

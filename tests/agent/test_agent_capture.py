@@ -35,15 +35,15 @@ def test_stdout_and_stderr_keep_their_order(job: MakeJob) -> None:
 
 def test_arrival_times(job: MakeJob) -> None:
     one = job(
-        "sh", "-c", "date +%s.%N; sleep 0.4; for i in $(seq 2000); do echo 12345678; done; sleep 0.3; date +%s.%N"
+        "sh", "-c", "date +%s.%N; sleep 1.5; for i in $(seq 2000); do echo 12345678; done; sleep 1.5; date +%s.%N"
     )
     assert one.run() == 0
     text = (one.folder / "logs" / "rank-00000.times").read_text()
     times = [(int(a), float(b)) for a, b in (line.split() for line in text.splitlines())]
     log = one.log(0)
     first, last = float(log.split()[0]), float(log.split()[-1])
-    assert times[0][0] == 0 and abs(times[0][1] - first) < 0.3
-    assert log[times[-1][0] :] == log.splitlines(keepends=True)[-1] and abs(times[-1][1] - last) < 0.3
+    assert times[0][0] == 0 and abs(times[0][1] - first) < 1.2
+    assert log[times[-1][0] :] == log.splitlines(keepends=True)[-1] and abs(times[-1][1] - last) < 1.2
     assert times == sorted(times)
     assert all(b[1] - a[1] >= 0.0199 for a, b in itertools.pairwise(times))
 

@@ -45,6 +45,7 @@ def test_beside_a_rank(job: MakeJob, tmp_path: Path) -> None:
     one.agent()
     folder = Path(spec.run_dir)
     until(lambda: len(list(folder.glob("up-*"))) == 2)
+    until(lambda: one.state() == "running")  # the ranks may be quicker than the record that their agent writes
     pid = next(r.pid for r in one.record().ranks if r.rank == 0)
     assert b"PLANTED=hush" in Path(f"/proc/{pid}/environ").read_bytes()  # the rank has it
     out, err, last = _beside(one, "sh", "-c", SHOW)
@@ -62,7 +63,8 @@ def test_beside_a_rank(job: MakeJob, tmp_path: Path) -> None:
     assert left.stdin is not None
     with left.stdin:
         left.stdin.write(json.dumps(request).encode())
-    shell = int(base64.b64decode(json.loads(os.read(reading, 4096).splitlines()[0])["data"]))
-    assert lives(shell)
-    os.close(reading)
+    with open(reading, "rb", buffering=0) as lines:
+        said = next(line for line in lines if line.strip())  # an empty one now and then asks whether anybody reads
+        shell = int(base64.b64decode(json.loads(said)["data"]))
+        assert lives(shell)
     assert left.wait(20) == 141 and not lives(shell)

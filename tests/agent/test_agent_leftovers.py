@@ -26,6 +26,7 @@ def test_two_attempts_never_run_at_once(job: MakeJob, tmp_path: Path) -> None:
     with subprocess.Popen([*argv, "--node", "localhost"], stdin=subprocess.DEVNULL) as agent:
         until(pid_file.exists)
         assert not lives(trains) and lives(int(pid_file.read_text()))
+        until(lambda: second.state() == "running")  # the rank may be quicker than the record that its agent writes
         (note,) = [n for n in second.record().notes if "attempt 1" in n]
         assert "whose agent had been killed" in note
         agent.send_signal(signal.SIGTERM)

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 from agent_job import Job, MakeJob, lives, until
 
@@ -36,10 +37,16 @@ def test_all_end_together(job: MakeJob) -> None:
     assert [one.state(n.name) for n in THREE] == ["ended"] * 3
 
 
-def test_a_failure_on_any_node_stops_all_and_all_know_it(job: MakeJob) -> None:
-    one = job("sh", "-c", "test $RANK = 2 && sleep 1 && exit 7; exec sleep 60", nodes=THREE)
+def test_a_failure_on_any_node_stops_all_and_all_know_it(job: MakeJob, tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    begins = f"test $RANK = 2 && {{ until [ -e '{fails}' ]; do sleep 0.05; done; exit 7; }}; exec sleep 60"
+    one = job("sh", "-c", begins, nodes=THREE)
+    for node in THREE:
+        one.agent(node.name)
+    _all_running(one)  # else there may be nothing to stop yet on the others
     begun = time.monotonic()
-    assert _run_all(one) == [7, 7, 7]
+    fails.touch()
+    assert [one.agents[node.name].wait(20) for node in THREE] == [7, 7, 7]
     assert time.monotonic() - begun < 10
     for node in THREE:
         failure = one.record(node.name).failure
@@ -55,7 +62,7 @@ def test_an_agent_that_comes_after_the_failure_hears_of_it_at_once(job: MakeJob)
     begun = time.monotonic()
     one.agent("n1")
     assert [one.agents[n].wait(20) for n in ("n0", "n1")] == [7, 7]
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 12, "it would wait 60 s for a first contact"
     failure = one.record("n1").failure
     assert failure is not None and (failure.node, failure.exit_code) == ("n0", 7)
 
@@ -66,24 +73,22 @@ def test_a_cancel_does_not_wait_for_agents_that_never_came(job: MakeJob) -> None
     until(lambda: one.state("n0") == "ended")
     begun = time.monotonic()
     first.send_signal(signal.SIGTERM)
-    assert first.wait(20) == 7 and time.monotonic() - begun < 5
+    assert first.wait(20) == 7 and time.monotonic() - begun < 12, "16 s is what it grants them"
 
 
 FALLOUT = """
 import os, signal, socket, sys, time
 rank = int(os.environ["RANK"])
-address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if rank == 1:  # the one that dies; the others notice by their broken connections, and exit at once
-    listener = socket.create_server(address)
+    listener = socket.create_server(("127.0.0.1", 0))  # at the job's own port the first agent may still listen
+    open("port.part", "w").write(str(listener.getsockname()[1]))
+    os.rename("port.part", "port")
     held = [listener.accept() for _ in range(2)]
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
-while True:
-    try:
-        connection = socket.create_connection(address)
-        break
-    except OSError:
-        time.sleep(0.02)
+while not os.path.exists("port"):
+    time.sleep(0.02)
+connection = socket.create_connection(("127.0.0.1", int(open("port").read())))
 connection.recv(1)
 sys.exit(1)
 """
@@ -91,6 +96,8 @@ sys.exit(1)
 
 def test_the_cause_is_not_the_fallout(job: MakeJob) -> None:
     one = job(sys.executable, "-c", FALLOUT, nodes=THREE)
+    # An agent on a busy machine may see its rank's death later than the others see theirs.
+    one.with_settings("agent.control._AT_ONCE_S = 5.0", "agent.coordinator._SETTLE_S = 4.0")
     assert _run_all(one) == [137, 137, 137]
     failure = one.record("n0").failure
     assert failure is not None and (failure.rank, failure.signal) == (1, 9)
