@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import io
@@ -10,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Sequence
@@ -171,6 +173,18 @@ def test_what_is_damaged_at_home_is_not_sent(laptop: Laptop) -> None:
     assert len(laptop.stored()) == 202
 
 
+def waits_for_more(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has taken all that was written to it, and sleeps."""
+    assert process.stdin is not None
+    for _ in range(5):  # at each of several looks: asleep may be on its way from one content to the next
+        unread = fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4))
+        state = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        if any(unread) or state != "S":
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def test_a_send_that_was_killed_goes_on_where_it_stopped(laptop: Laptop) -> None:
     for number in range(4):
         (laptop.tree / f"{number}.bin").write_bytes(NOISE.randbytes(1_000_000))
@@ -183,8 +197,9 @@ def test_a_send_that_was_killed_goes_on_where_it_stopped(laptop: Laptop) -> None
     assert process.stdin is not None
     process.stdin.write(data[: len(data) // 2])
     process.stdin.flush()
-    while not laptop.stored():
-        assert process.poll() is None
+    end = time.monotonic() + 60
+    while not (laptop.stored() and waits_for_more(process)):
+        assert process.poll() is None and time.monotonic() < end
         time.sleep(0.02)
     process.kill()
     process.communicate()

@@ -64,14 +64,14 @@ class Live:
         for batch in self.follower.batches():
             self.lines += batch
 
-    def until(self, check: Callable[[], bool], seconds: float = 10.0) -> None:
+    def until(self, check: Callable[[], bool], seconds: float = 40.0) -> None:
         end = time.monotonic() + seconds
         while not check():
             assert time.monotonic() < end, (texts(self.lines)[-20:], self.notices)
             time.sleep(0.02)
 
     def finish(self) -> list[LogLine]:
-        self.thread.join(10.0)
+        self.thread.join(40.0)
         assert not self.thread.is_alive(), "the follower did not notice the end"
         return self.lines
 
@@ -144,7 +144,9 @@ def test_logs_without_arrival_times(shared: LocalBackend) -> None:
     assert texts(read(shared, Selection(since=60.0))) == ["new"]
 
 
-def test_live_lines_new_ranks_and_the_end(shared: LocalBackend) -> None:
+def test_live_lines_new_ranks_and_the_end(shared: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where this process does not run for a while, half a line is a line of its own: tested below.
+    monkeypatch.setattr("launcher.logs.follow.FLUSH_S", 1000.0)
     folder = attempt_at(shared.places()[0], RUN)
     write_record(folder, "n1", [0], "running")
     first = Log(folder, 0)
@@ -171,7 +173,7 @@ def test_an_unfinished_line_is_shown_after_silence(shared: LocalBackend) -> None
     log = Log(folder, 0)
     log.write(b"loading: 10%\rloading: 99%", time.time())
     live = Live(shared)
-    live.until(lambda: texts(live.lines) == ["loading: 99%"], 8.0)
+    live.until(lambda: texts(live.lines) == ["loading: 99%"])
     log.write(b"\ndone\n", time.time())
     live.until(lambda: texts(live.lines)[1:] == ["done"])
     live.follower.close()
@@ -205,11 +207,13 @@ def test_cuts_lose_nothing_and_repeat_nothing(two: LocalBackend, monkeypatch: py
     live.finish()
     for index, log in enumerate(logs):
         assert [x.text for x in live.lines if x.rank == index] == log.path.read_text().splitlines()[47:]
-    assert all("connection lost" in n and n.startswith("n1: ") for n in live.notices)
+    # Two cuts in a row may come before the new connection's process has said its first word.
+    told = ("n1: connection lost; asking again", "n1: still no answer", "n1: answers again")
+    assert live.notices and all(n.startswith(told) for n in live.notices), live.notices
 
 
 def test_a_cut_is_not_a_silence_of_the_rank(shared: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.logs.follow.FLUSH_S", 0.6)
+    monkeypatch.setattr("launcher.logs.follow.FLUSH_S", 1000.0)  # the silence begins with the cut
     monkeypatch.setattr("launcher.logs.follow.BACK_OFF_S", (1.5, 1.5))
     folder = attempt_at(shared.places()[0], RUN)
     write_record(folder, "n1", [0], "running")
@@ -219,6 +223,7 @@ def test_a_cut_is_not_a_silence_of_the_rank(shared: LocalBackend, monkeypatch: p
     live.until(lambda: texts(live.lines) == ["first"])
     before = shared.streams["shared"]
     before.cut()
+    monkeypatch.setattr("launcher.logs.follow.FLUSH_S", 0.6)
     # The rank goes on at once; only we do not see it, for longer than an unfinished line is kept back.
     log.write(b" a line\n", time.time())
     live.until(lambda: len(live.lines) > 1)
@@ -228,17 +233,18 @@ def test_a_cut_is_not_a_silence_of_the_rank(shared: LocalBackend, monkeypatch: p
     live.finish()
 
 
-def test_a_node_that_is_down_stalls_nobody_and_is_told(two: LocalBackend) -> None:
+def test_a_node_that_is_down_stalls_nobody_and_is_told(two: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.logs.follow.BACK_OFF_S", (0.1, 0.5))  # else it waits for as long as it was down
     folders = [attempt_at(place, RUN) for place in two.places()]
     for index, folder in enumerate(folders):
         write_record(folder, f"n{index + 1}", [index], "running")
         Log(folder, index).write(b"hello\n", 1.0 + index)
     two.down.add("n1")
     live = Live(two)
-    live.until(lambda: texts(live.lines) == ["hello"] and bool(live.notices), 5.0)
+    live.until(lambda: texts(live.lines) == ["hello"] and bool(live.notices))
     assert "no route to host" in live.notices[0]
     two.down.clear()
-    live.until(lambda: len(live.lines) == 2, 15.0)
+    live.until(lambda: len(live.lines) == 2)
     live.follower.close()
     live.finish()
 
@@ -357,7 +363,7 @@ def test_the_tail_process_goes_when_its_reader_goes(shared: LocalBackend) -> Non
     assert b'"at"' in next(iter(stream))
     assert stream.process.stdout is not None
     stream.process.stdout.close()
-    assert stream.process.wait(5.0) == 0
+    assert stream.process.wait(30.0) == 0
 
 
 def test_a_verb_that_refuses_is_an_error_with_its_words(shared: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +394,7 @@ def test_a_closed_iterator_leaves_nothing_behind(shared: LocalBackend) -> None:
     lines: Iterator[LogLine] = follow(shared, RUN, 1, Selection(), follow=True)  # type: ignore[arg-type]
     assert next(lines).text == "one"
     lines.close()  # type: ignore[attr-defined]
-    assert shared.streams["shared"].process.wait(5.0) is not None
+    assert shared.streams["shared"].process.wait(30.0) is not None
 
 
 @pytest.mark.parametrize(
