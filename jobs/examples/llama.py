@@ -20,7 +20,10 @@ def make(size: str = "tiny", seq_len: int = 64) -> nn.Module:
     config = LlamaConfig(
         **shapes[size], vocab_size=256, max_position_embeddings=seq_len, tie_word_embeddings=True, use_cache=False
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    # In 16 bits a table of angles loses what far positions need; Hugging Face keeps it in fp32 too.
+    model.zero_keep_dtype = ("model.rotary_emb.inv_freq",)
+    return model
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

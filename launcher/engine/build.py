@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..contract.errors import UsageError
 from ..contract.partition import Layout
 from .activations.recompute import make_store, recompute
 from .activations.stored import Store
@@ -23,7 +24,7 @@ from .model.deferred import NotDeferred, Recording, built_whole, record, refuse_
 from .model.flat import FlatUnit, Stage
 from .model.groups import Group, Groups
 from .model.precision import gradient_dtype, working_dtype
-from .model.units import Model, describe
+from .model.units import Model, describe, names_in
 from .ranks import Ranks
 from .tensor.layers import split_of
 
@@ -140,12 +141,32 @@ class Builder:
             made.update({id(old): new for old, new in zip(tensors, flat.tensors) if old is not new})  # noqa: B905
             units.append(flat)
         _replace(model, made)
-        for module in model.modules():
+        self._hold_buffers(model, recording, device)
+        return Built(model, described.layout, described.groups, units, store, device)
+
+
+    def _hold_buffers(self, model: nn.Module, recording: Recording | None, device: torch.device) -> None:
+        """Buffers in the working precision, as ``model.to(dtype)`` has them, but those that a module names in
+        ``zero_keep_dtype``. What rounding changes is said: nothing else would tell."""
+        kept = set(names_in(model, "zero_keep_dtype"))
+        rounded: list[str] = []
+        for prefix, module in model.named_modules():
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     value = recording.whole(buffer).to(device) if recording else buffer
-                    module._buffers[name] = value.to(working_dtype(config.precision, value.dtype))
-        return Built(model, described.layout, described.groups, units, store, device)
+                    full = f"{prefix}.{name}" if prefix else name
+                    held = value if full in kept else value.to(working_dtype(self.config.precision, value.dtype))
+                    module._buffers[name] = held
+                    if held.dtype != value.dtype and not torch.equal(held.to(value.dtype), value):
+                        rounded.append(full)
+        if unknown := sorted(kept - {name for name, _ in model.named_buffers(remove_duplicate=False)}):
+            raise UsageError(f"zero_keep_dtype: the model has no buffer {unknown[0]}")
+        if rounded and self.ranks.world.rank == 0:
+            _log.warning(
+                "%s rounds the buffers %s; a module keeps them by zero_keep_dtype = (name, …), relative to it",
+                self.config.precision,
+                ", ".join(rounded),
+            )
 
 
 def _replace(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from engine_models import MODELS, batches, digest, engine_of, train, whole_state
 from engine_ranks import run_ranks
 from torch import nn
 
+from launcher.contract.errors import UsageError
 from launcher.contract.train import AdamW, Zero
 from launcher.engine.config import EngineConfig
 from launcher.engine.model.precision import LossScale
@@ -115,3 +118,51 @@ def _as_fp32(rank: int, world: int, folder: str) -> None:
 
 def test_a_bf16_checkpoint_is_the_fp32_state(tmp_path: Any) -> None:
     run_ranks(2, _as_fp32, str(tmp_path))
+
+
+class _Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", 1.0 / 10000 ** torch.linspace(0, 1, 5), persistent=False)
+        self.register_buffer("table", torch.linspace(0, 1, 7))
+        self.register_buffer("ones", torch.ones(3))
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x * torch.cos(8000 * self.angles).to(x.dtype)).float().square().mean()
+
+
+class _Named(nn.Module):
+    def __init__(self, keep: tuple[str, ...]) -> None:
+        super().__init__()
+        self.inner = _Rotary()
+        self.inner.zero_keep_dtype = keep
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def _kept_buffers(rank: int, world: int, folder: str) -> None:
+    whole = _Named(()).inner.angles.clone()  # type: ignore[operator]
+    for stage in (0, 3):
+        for build in (lambda: _Named(("angles",)), _Named(("angles",))):
+            engine = ZeroEngine(build, EngineConfig(Zero(stage), OPTIMIZER, precision="bf16"))
+            inner = engine.model.inner
+            assert torch.equal(inner.angles, whole) and inner.table.dtype == torch.bfloat16  # type: ignore[union-attr,arg-type]
+            engine.backward(engine.model(torch.ones(2, 5, dtype=torch.bfloat16)))
+            engine.step()
+            assert torch.equal(inner.angles, whole)  # type: ignore[union-attr,arg-type]
+    with pytest.raises(UsageError, match=r"zero_keep_dtype: the model has no buffer inner\.angel"):
+        ZeroEngine(_Named(("angel",)), EngineConfig(Zero(0), OPTIMIZER, precision="bf16"))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("launcher.engine").addHandler(handler)
+    ZeroEngine(_Named(()), EngineConfig(Zero(0), OPTIMIZER, precision="bf16"))
+    ZeroEngine(_Named(()), EngineConfig(Zero(0), OPTIMIZER))
+    told = [] if rank else ["bf16 rounds the buffers inner.angles, inner.table"]
+    assert [line.partition(";")[0] for line in said] == told
+
+
+def test_buffers_that_a_module_names_are_not_rounded(tmp_path: Path) -> None:
+    run_ranks(2, _kept_buffers, str(tmp_path))

@@ -95,12 +95,17 @@ def describe(
 
 def tree_of(module: nn.Module) -> Tree:
     """The model as a rule sees it."""
-    modules, kept = [], []
+    modules = []
     for name, child in module.named_modules():
         kinds = tuple(c.__name__ for c in type(child).__mro__ if c not in (nn.Module, object))
         modules.append(Module(name, kinds))
-        kept += [f"{name}.{own}" if name else own for own in getattr(child, "zero_kept", ())]
-    return Tree(modules, [name for name, _ in blocks(module)], kept)
+    return Tree(modules, [name for name, _ in blocks(module)], names_in(module, "zero_kept"))
+
+
+def names_in(module: nn.Module, attribute: str) -> list[str]:
+    """What modules name in an attribute of theirs, relative to themselves, as names of the whole."""
+    told = [(name, own) for name, child in module.named_modules() for own in getattr(child, attribute, ())]
+    return [f"{name}.{own}" if name else own for name, own in told]
 
 
 def blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
