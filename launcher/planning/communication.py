@@ -113,7 +113,7 @@ def _tensor_messages(step: Step, accumulation: int) -> list[Message]:
     again = 2 if shapes.dropout else 1
     times = accumulation * (4 * shapes.layers + again * step.recomputed + 2)
     found = [Message("activations and their gradients", "all-reduce", "tensor", times * stream, shapes.item)]
-    if step.recomputed and step.stored == "partitioned":
+    if step.recomputed and step.stored != "whole":  # on the host too each rank of the group keeps its part
         again = accumulation * step.recomputed * stream
         found.append(Message("stored activations", "all-gather", "tensor", again, shapes.item))
     return found

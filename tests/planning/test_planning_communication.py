@@ -70,6 +70,10 @@ def test_tensor_parallel_is_12_bsh_a_block_and_partitioned_activations_a_twelfth
     gathered = plan["stored activations", "all-gather"]
     assert reduced.volume_elements == accumulation * stream * (12 * 50 + 4)  # and embedding and head
     assert gathered.volume_elements == accumulation * stream * 50
+    hosted = by_what(make_plan(again.model_copy(update={"activations": "host"}), slurm()))
+    assert hosted["stored activations", "all-gather"] == gathered, "on the host each rank keeps its part too"
+    whole = by_what(make_plan(again.model_copy(update={"activations": "whole"}), slurm()))
+    assert ("stored activations", "all-gather") not in whole
     # Without dropout nothing after a block's last sum is saved, so that sum is not made again.
     dry = base.model_copy(update={"model": base.model.model_copy(update={"dropout": 0.0}), "recompute": "block"})
     summed = by_what(make_plan(dry, slurm()))["activations and their gradients", "all-reduce"]
