@@ -106,8 +106,12 @@ class Testbed:
         self._script("kill", host)
 
     def start(self, host: str) -> None:
+        """Power again; returns when ssh gets in and Slurm, where it is, has the node back."""
+        before = self._slurms_word(host)
         self._script("start", host)
-        wait_until(lambda: self._answers(host), 20.0, f"{host} has no sshd")
+        wait_until(lambda: self._answers(host), 60.0, f"{host} has no sshd")
+        if before:
+            wait_until(lambda: self._is_back(host, before["SlurmdStartTime"]), 60.0, f"Slurm does not take {host} back")
 
     def cut(self, host: str) -> None:
         """Pulls the cable; ``mend`` plugs it in again."""
@@ -119,6 +123,16 @@ class Testbed:
     def shape(self, host: str, rate: str) -> None:
         """Limits what the host sends, e.g. ``200mbit``; ``none`` lifts it."""
         self._script("shape", host, rate)
+
+    def _slurms_word(self, node: str) -> dict[str, str]:
+        """What slurmctld knows of a node; empty where none is, or it is no node."""
+        shown = self.exec("login", ["scontrol", "-o", "show", "node", node], user=None, check=False).stdout.decode()
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word) if "SlurmdStartTime=" in shown else {}
+
+    def _is_back(self, node: str, earlier: str) -> bool:
+        now = self._slurms_word(node)
+        state = now.get("State", "DOWN")
+        return now.get("SlurmdStartTime", earlier) != earlier and "DOWN" not in state and "NOT_RESPONDING" not in state
 
     def _answers(self, host: str) -> bool:
         probe = f": </dev/tcp/{self.address(host)}/22"
