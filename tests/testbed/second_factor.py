@@ -49,7 +49,7 @@ def second_factor(
     )
     log.write_text("")
     testbed.exec("login", ["/usr/sbin/sshd", "-f", str(conf), "-E", str(log)], user=None)
-    wait_until(pid.exists, 10.0, "the second sshd does not stand", every_s=0.05)
+    wait_until(pid.exists, 60.0, "the second sshd does not stand", every_s=0.05)
     config, known = folder / "second-factor-config", folder / "second-factor-known"
     address, key = testbed.address("login"), (testbed.state / "hostkey.login.pub").read_text().split()
     known.write_text(f"[{address}]:{PORT} {key[0]} {key[1]}\n")
@@ -63,6 +63,8 @@ def second_factor(
         # The listener and those that it made: their parent is the host's init.
         number = pid.read_text().strip()
         testbed.exec("login", ["sh", "-c", f"kill {number} $(ps -o pid= --ppid {number}) || true"], user=None)
+        # Else it might still have the port of the next one, and remove the next one's pid file.
+        wait_until(lambda: not testbed.processes("login", str(conf)), 60.0, "the second sshd stays")
         pid.unlink(missing_ok=True)
         shadow.write_text(before)
 
@@ -76,7 +78,7 @@ def _with_password(shadow: str, user: str) -> str:
 
 
 def at_terminal(
-    argv: Sequence[str], typed: Sequence[tuple[str, str]], *, cwd: Path, env: Mapping[str, str], timeout_s: float = 30.0
+    argv: Sequence[str], typed: Sequence[tuple[str, str]], *, cwd: Path, env: Mapping[str, str], timeout_s: float = 90.0
 ) -> tuple[int, str]:
     """Runs ``argv`` at a terminal of its own; ``typed``: (what to wait for, what to type then).
 
