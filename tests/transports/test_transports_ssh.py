@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testbed.cluster import Testbed
+from testbed.cluster import Testbed, wait_until
 
 from launcher.contract.errors import Exit, Refused, Unreachable, UsageError
 from launcher.transports.fabric import FabricTransport
@@ -169,10 +168,7 @@ def test_a_lost_connection_is_made_again(testbed: Testbed) -> None:
     kill = "kill -9 $(ps -o ppid= -p $(ps -o ppid= -p $PPID))"  # the sshd that serves this connection
     with pytest.raises(Unreachable):
         transport.run(["/bin/sh", "-c", f"{kill}; ps -o ppid= -p $PPID | xargs kill -9; sleep 5"])
-    for _ in range(20):
-        if not transport._connection or not transport._connection.is_connected:
-            break
-        time.sleep(0.1)
+    wait_until(lambda: not transport._connection or not transport._connection.is_connected, 20.0, "it is still there")
     assert transport.run(["hostname"]).stdout == b"node04\n"
     transport.close()
 
