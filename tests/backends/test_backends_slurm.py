@@ -41,7 +41,7 @@ def jobs_named(testbed: Testbed, name: str) -> list[str]:
     return testbed.exec("login", ["squeue", "-h", "-t", "all", "-o", "%A", "--name", name]).stdout.decode().split()
 
 
-def until(backend: Backend, handle: Handle, states: set[str], wait_until: Wait, timeout_s: float = 40.0) -> Poll:
+def until(backend: Backend, handle: Handle, states: set[str], wait_until: Wait, timeout_s: float = 90.0) -> Poll:
     seen: list[Poll] = []
 
     def reached() -> bool:
@@ -129,7 +129,10 @@ def test_states_from_pending_to_gone_in_one_batch(slurm: Backend, testbed: Testb
         until(slurm, handle, {"ended"}, wait_until)
     until(slurm, handles[1], {"running"}, wait_until)
     until(slurm, handles[0], {"queued"}, wait_until)
-    wait_until(lambda: slurm.poll([handles[4]])[0].signal == 9, 20, "accounting never told the signal")
+    wait_until(
+        lambda: all(p.exit_code is not None or p.signal is not None for p in slurm.poll(handles[2:])),
+        60, "accounting never told how they ended",
+    )  # fmt: skip
     nobody = Handle("slurm", {"job": "999999"})
     polls = slurm.poll([*handles, nobody])
     assert [p.state for p in polls] == ["queued", "running", "ended", "ended", "ended", "absent"]
@@ -153,9 +156,9 @@ def test_cancel_leaves_no_process(slurm: Backend, testbed: Testbed, wait_until: 
     def running() -> list[str]:
         return [line for node in testbed.nodes for line in testbed.processes(node, f"sleep {mark}")]
 
-    wait_until(lambda: len(running()) >= 4, 30, "the job did not start")
+    wait_until(lambda: len(running()) >= 4, 90, "the job did not start")
     slurm.cancel(handle, made.run, 1)
-    wait_until(lambda: not running(), 15, "processes were left")
+    wait_until(lambda: not running(), 60, "processes were left")
 
 
 def test_what_slurm_granted(slurm: Backend, testbed: Testbed, wait_until: Wait) -> None:
@@ -215,7 +218,7 @@ def test_secrets_lie_in_one_file_of_the_user_alone(slurm: Backend, testbed: Test
 
 def test_without_accounting(bare: Backend, testbed_bare: Testbed, wait_until: Wait) -> None:
     runs = bare.places()[0].runs
-    long = submission(runs, "sleep 100")
+    long = submission(runs, "sleep 300")
     short = submission(runs, "exit 3")
     handles = [bare.submit(long), bare.submit(short)]
     until(bare, handles[0], {"running"}, wait_until)
@@ -228,11 +231,11 @@ def test_without_accounting(bare: Backend, testbed_bare: Testbed, wait_until: Wa
 
 
 def test_a_deaf_controller_is_unknown_and_never_absent(bare: Backend, testbed_bare: Testbed, wait_until: Wait) -> None:
-    made = submission(bare.places()[0].runs, "sleep 100")
+    made = submission(bare.places()[0].runs, "sleep 300")
     handle = bare.submit(made)
     pid = testbed_bare.exec("login", ["pgrep", "-x", "slurmctld"], user=None).stdout.decode().strip()
     testbed_bare.exec("login", ["kill", pid], user=None)  # it saves its state and ends
-    wait_until(lambda: not testbed_bare.processes("login", "slurmctld"), 20, "slurmctld did not end")
+    wait_until(lambda: not testbed_bare.processes("login", "slurmctld"), 60, "slurmctld did not end")
     try:
         (poll,) = bare.poll([handle])
         assert poll.state == "unknown" and "squeue" in poll.why
@@ -252,9 +255,11 @@ def test_claim_is_taken_once_and_a_requeue_gets_the_next(slurm: Backend, testbed
     made = dataclasses.replace(made, script=script, files={**made.files, "attempts/1/script": script})
     handle = slurm.submit(made)
     here = testbed.home() / "zerun runs/trainer" / made.run
-    wait_until(lambda: (here / "again").exists(), 30, "the job did not start")
+    wait_until(lambda: (here / "again").exists(), 90, "the job did not start")
     job = handle.data["job"]
-    time.sleep(4.0)  # a node takes no job back within the second in which it killed it
+    waits = ["squeue", "-h", "-j", job, "-o", "%T"]
+    wait_until(lambda: testbed.exec("login", waits).stdout == b"PENDING\n", 60, "it was not queued again")
+    time.sleep(2.0)  # a node takes no job back within the second in which it killed it
 
     def release() -> bool:  # a requeued job would wait two minutes by itself
         testbed.exec("login", ["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
@@ -293,9 +298,11 @@ def test_check_says_what_a_job_would_meet(slurm: Backend, testbed: Testbed, node
     assert trial.ok and "to start at" in trial.facts["says"]
     good = cluster_of(testbed, "slurm", python=node_python, slurm={"partition": "closed", "account": "none"})
     backend = backends.open(good, runtime(), tmp_path)
+    began = time.monotonic()
     login, partition, trial = backend.check()
+    took_s = time.monotonic() - began
     backend.close()
-    assert login.ok and login.facts["torch"] and abs(login.facts["clock_offset_s"]) < 1.0
+    assert login.ok and login.facts["torch"] and abs(login.facts["clock_offset_s"]) < max(1.0, took_s / 2)
     assert not partition.ok and "DOWN" in partition.problems[0]
     assert not trial.ok and "Invalid account" in trial.problems[0]
 
@@ -321,5 +328,5 @@ print(backend.poll([handle])[0].word)
 def test_on_the_login_node_itself(testbed: Testbed, project: Path) -> None:
     path = f"PYTHONPATH={project}:{project}/tests:{project}/tests/backends"
     argv = ["env", path, "SLURM_JOB_ID=77", "SBATCH_PARTITION=closed", sys.executable, "-c", ON_THE_LOGIN_NODE]
-    said = testbed.exec("login", argv, user=None).stdout.decode().splitlines()
+    said = testbed.exec("login", argv, user=None, timeout_s=180).stdout.decode().splitlines()
     assert said[0].startswith("this machine ") and said[1] == "CANCELLED"
