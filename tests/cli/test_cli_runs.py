@@ -82,15 +82,17 @@ def test_a_failed_rank_is_named_with_its_code_and_its_words(shell: Shell) -> Non
     assert told["state"] == "failed" and told["exit_code"] == 1
 
 
-def test_wait_gives_up_and_cancel_ends(shell: Shell) -> None:
+def test_wait_gives_up_and_cancel_ends(shell: Shell, wait_until: Callable[..., None]) -> None:
     run = shell.submit(shell.job("echo $$ > pid.$RANK; sleep 300"))
+    pids = [shell.folder / "runs" / run / "code" / f"pid.{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.is_file() and file.read_text() for file in pids), 30, "the ranks did not begin")
     waited = shell.run("wait", run, "--timeout", "1")
     assert waited.returncode == 10, waited.stderr
     cancelled = shell.run("cancel", run)
     assert cancelled.returncode == 0, cancelled.stderr
     assert "cancelled" in cancelled.stdout
     assert shell.run("wait", run[:-1]).returncode == 9
-    for file in (shell.folder / "runs" / run / "code").glob("pid.*"):
+    for file in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)
 
