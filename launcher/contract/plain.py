@@ -14,13 +14,17 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, Dict, Mapping, Tuple, Type, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Dict, List, Mapping, Sequence, Tuple, Type, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 
 class PlainError(ValueError):
-    """A JSON value that does not have the shape its dataclass describes."""
+    """A JSON value that does not have the shape its dataclass describes. ``hint``: what would be accepted."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 def to_plain(value: Any) -> Any:
@@ -37,7 +41,8 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: Type[T], value: Any, where: str = "") -> T:
-    """The dataclass ``cls`` that ``value`` (from :func:`to_plain`) describes.
+    """The dataclass ``cls`` that ``value`` (from :func:`to_plain`) describes. A tuple stands for a list, and a
+    dataclass that is one already for its mapping; of several dataclasses the keys choose, or ``kind``.
 
     Raises :class:`PlainError` naming the place for an unknown key, a missing one, or a wrong type.
     """
@@ -57,7 +62,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin is Union:
         return _read_union(args, value, where)
     if origin is tuple:
-        if not isinstance(value, list):
+        if not isinstance(value, (list, tuple)):
             raise PlainError(f"{where}: a list was expected, not {value!r}")
         if len(args) == 2 and args[1] is Ellipsis:
             return tuple(_read(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
@@ -65,51 +70,102 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             raise PlainError(f"{where}: {len(args)} values were expected, not {len(value)}")
         return tuple(_read(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, value)))
     if origin is dict:
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             raise PlainError(f"{where}: a mapping was expected, not {value!r}")
         return {k: _read(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, value, where)
+    if isinstance(kind, type):
+        return _read_atom(kind, value, where)
+    raise TypeError(f"{where}: {kind!r} has no plain form")
+
+
+def _read_atom(kind: type, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
             raise PlainError(f"{where}: a float was expected, the number is too large") from None
-    if isinstance(kind, type):
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise PlainError(f"{where}: {kind.__name__} was expected, not {value!r}")
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    raise TypeError(f"{where}: {kind!r} has no plain form")
+    hint = "that is text: give a number (YAML 1.1 reads 3e-4 as text, 3.0e-4 as a number)"
+    text = kind in (float, int) and isinstance(value, str)
+    raise PlainError(f"{where}: {kind.__name__} was expected, not {value!r}", hint if text else "")
 
 
 def _read_union(args: Tuple[Any, ...], value: Any, where: str) -> Any:
+    """The member that ``value`` is meant to be, by what it is and which keys it has; so what is wrong with it is told
+    of that member alone."""
     if value is None and type(None) in args:
         return None
+    kinds = [kind for kind in args if kind is not type(None)]
+    classes = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    if classes and isinstance(value, Mapping):
+        return _read_dataclass(*_member(classes, value, where), where)
+    for kind in kinds:
+        if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+            return _read(kind, value, where)
     problems = []
-    for kind in args:
-        if kind is type(None):
-            continue
+    for kind in kinds:
         try:
             return _read(kind, value, where)
         except PlainError as problem:
-            problems.append(str(problem))
-    raise PlainError("; ".join(problems) or f"{where}: nothing accepts {value!r}")
+            problems.append(problem)
+    if len(problems) == 1:
+        raise problems[0]
+    hints = [problem.hint for problem in problems if problem.hint]
+    raise PlainError("; ".join(dict.fromkeys(map(str, problems))), "; ".join(dict.fromkeys(hints)))
+
+
+def _member(classes: Sequence[Any], value: Mapping[Any, Any], where: str) -> Tuple[Any, Mapping[Any, Any]]:
+    """One of ``classes`` and its mapping: the one that ``kind`` names, or else the one that lacks the fewest of the
+    keys, then of those it needs; of equals the first."""
+    if "kind" in value and len(classes) > 1 and not any("kind" in _fields(cls) for cls in classes):
+        by_name = {cls.__name__.lower(): cls for cls in classes}
+        kind = str(value["kind"])
+        if kind.lower() not in by_name:
+            raise PlainError(f"{where}.kind: {kind!r} is not known", f"accepted are {_listed(list(by_name))}")
+        return by_name[kind.lower()], {k: v for k, v in value.items() if k != "kind"}
+    return min(classes, key=lambda cls: (len(set(value) - set(_fields(cls))), len(_missing(cls, value)))), value
+
+
+def _fields(cls: Any) -> Dict[str, Any]:
+    return {f.name: f for f in dataclasses.fields(cls)}
+
+
+def _missing(cls: Any, value: Mapping[Any, Any]) -> List[str]:
+    return [
+        name
+        for name, f in _fields(cls).items()
+        if name not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _nearest(key: str, names: Sequence[str]) -> str:
+    """``did you mean …? `` where one of the names is near; an abbreviation is."""
+    import difflib
+
+    near = [name for name in names if name.startswith(key)] or difflib.get_close_matches(key, names, 1)
+    return f"did you mean {near[0]!r}? " if key and near else ""
 
 
 def _read_dataclass(cls: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise PlainError(f"{where}: a mapping was expected, not {value!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(value) - set(fields))
+    if isinstance(value, cls):
+        return value
+    names = list(_fields(cls))
+    accepted = f"the keys of {cls.__name__} are {_listed(names)}"
+    if not isinstance(value, Mapping):
+        raise PlainError(f"{where}: a mapping was expected, not {value!r}", accepted)
+    unknown = sorted(set(value) - set(names), key=str)
     if unknown:
-        raise PlainError(f"{where}: unknown key {unknown[0]!r}")
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
+        raise PlainError(f"{where}: unknown key {unknown[0]!r}", _nearest(str(unknown[0]), names) + accepted)
+    missing = _missing(cls, value)
     if missing:
-        raise PlainError(f"{where}: {missing[0]!r} is missing")
+        raise PlainError(f"{where}: {missing[0]!r} is missing", accepted)
     hints = _hints(cls)
     return cls(**{name: _read(hints[name], v, f"{where}.{name}") for name, v in value.items()})
 
