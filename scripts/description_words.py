@@ -11,7 +11,7 @@ HEAD = """# Descriptions
 Every key is checked. A mistake is told as `file:line:column: what is wrong, what is accepted, did you mean`, and all of
 them at once. A key that is not built yet, or that means nothing beside what else the file says, is refused by name, never
 ignored; what loses its meaning by a `--set` alone is let be, and the plan says so. `--set a.b=value` overrides a key of the job,
-`--set cluster.a.b=value` one of its cluster, and both go through the same checks; `zerun cluster show` prints a cluster as it
+`--set cluster.a.b=value` one of its cluster (not at a resume, which keeps it), and both go through the same checks; `zerun cluster show` prints a cluster as it
 was understood.
 
 Text stays text: `partition: NO`, `account: 0123` mean what they say. A key with the value null counts as not written.

@@ -113,6 +113,11 @@ class Starts(Project):
         from ..checkpoints import candidates, choose
         from ..planning import check_engine, make_plan
 
+        if of_cluster := specs.split_sets(sets)[1]:
+            raise UsageError(
+                f"--set {of_cluster[0]}: a resume keeps the cluster that the run was submitted to",
+                hint="--nodes M takes another number of its nodes; keys of the job may be set",
+            )
         loaded = self.store.load(self.resolve(run))
         before = made_of(loaded, loaded.attempt)
         assigned = (*before.sets, *sets)

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import IntEnum
 from typing import List, NamedTuple, Optional, Sequence
 
@@ -58,6 +59,8 @@ class ZerunError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint is not None and sys.version_info >= (3, 11):
+            self.add_note(f"hint: {hint}")  # for a traceback, where no command of ours prints it
 
 
 class UsageError(ZerunError):

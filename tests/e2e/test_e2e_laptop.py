@@ -50,6 +50,8 @@ def test_stopped_and_resumed_is_bitwise_a_run_never_interrupted(laptop: Site) ->
     assert shards(laptop.run_folder(whole), 60) == shards(folder, 60)
     told = laptop.zerun("resume", cut, code=2)
     assert "done" in told.stderr and "--set steps=N" in told.stderr
+    told = laptop.zerun("resume", cut, "--set", "steps=60", "--set", "cluster.nodes.slots=4", code=2)
+    assert "--set cluster.nodes.slots=4: a resume keeps the cluster" in told.stderr and "--nodes M" in told.stderr
     told = laptop.zerun("resume", cut, "--set", "steps=50", code=2)
     assert "the checkpoint is of step 60, past the job's 50 steps" in told.stderr
     assert laptop.json("status", cut)["attempt"] == 2, "refused before an attempt is made"
