@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Union
 
+from ..contract.bounds import NOT_NEGATIVE, OPTIMIZER
 from ..contract.errors import UsageError
 from ..contract.plain import PlainError, from_plain
 from ..contract.train import SGD, AdamW, TrainConfig, Zero
@@ -51,6 +52,7 @@ class EngineConfig:
             raise UsageError(f"recompute is {self.recompute!r}; accepted are none, block and numbers of blocks")
         if self.activations not in ("whole", "partitioned", "host"):
             raise UsageError(f"activations is {self.activations!r}; accepted are whole, partitioned and host")
+        _check_optimizer(self.optimizer)
         if isinstance(self.optimizer, SGD) and self.optimizer.nesterov and self.optimizer.momentum <= 0:
             raise UsageError("optimizer.nesterov needs a momentum above 0")
         if self.accumulation < 1:
@@ -92,6 +94,29 @@ class EngineConfig:
 
     def with_stage(self, stage: int) -> EngineConfig:
         return replace(self, zero=replace(self.zero, stage=stage))
+
+
+def _check_optimizer(optimizer: AdamW | SGD) -> None:
+    """By the bounds that a job's description is held to (``contract.bounds``)."""
+    for key, bounds in OPTIMIZER.items():
+        given = getattr(optimizer, key, None)
+        if key == "betas" and given is not None and len(given) != 2:
+            raise UsageError(f"optimizer.betas has {len(given)} numbers; accepted: two, [0.9, 0.95]")
+        for value in given if isinstance(given, (list, tuple)) else () if given is None else (given,):
+            problem = bounds.problem(value)
+            if problem:
+                raise UsageError(f"optimizer.{key}: {problem}")
+    if optimizer.schedule not in ("cosine", "constant"):
+        raise UsageError(f"optimizer.schedule is {optimizer.schedule!r}; accepted are cosine and constant")
+
+
+def checked_rate(key: str, value: Any) -> float:
+    """A learning rate that is set between steps, where a schedule may begin at 0; also a tensor's or numpy's number."""
+    value = value if isinstance(value, str) else getattr(value, "item", lambda: value)()
+    problem = NOT_NEGATIVE.problem(value)
+    if problem:
+        raise UsageError(f"{key}: {problem}")
+    return float(value)
 
 
 def _check_gathering(zero: Zero) -> None:

@@ -15,6 +15,8 @@ Losses are means over a micro-batch; they are divided by micro-steps × ranks on
 from __future__ import annotations
 
 import math
+import struct
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +30,10 @@ from ..contract import partition
 from ..contract.errors import UsageError
 from ..contract.train import TrainConfig
 from .agreement import agree_on_settings, settings_of
+from .attached import Attached
 from .build import Builder, device_of
 from .comm import Comm
-from .config import ConfigLike, EngineConfig
+from .config import ConfigLike, EngineConfig, checked_rate
 from .gather.arriving import Arriving, may_outlive_a_step, read_by_forward
 from .gather.elsewhere import guard_state
 from .gather.gathering import Gathering
@@ -47,7 +50,8 @@ from .reduce.norm import NormPlan
 from .saving import checkpoint
 from .saving.background import Background
 from .saving.weights import load_weights
-from .unchanged import Unchanged
+from .unchanged import Unchanged, not_free
+from .update.counts import Counted
 from .update.elementwise import Choice, Chosen
 
 
@@ -92,7 +96,11 @@ class ZeroEngine:
         chosen = Chosen(self.config.optimizer, optimizer)
         self.ranks = ranks or (Ranks.of_data(comm) if comm is not None else Ranks.of_config(self.config))
         told = settings_of(self.config, chosen, model, self.ranks.degree)
+        held = not_free(model) if isinstance(model, nn.Module) else None
+        told["model.held_by_an_engine"] = held is not None
         agree_on_settings(self.ranks.world, told, device or device_of(model))
+        if held is not None:
+            raise held
         self.ranks.check(config.tensor if isinstance(config, TrainConfig) else None, self.config.zero.replicas)
         self.comm, self.shard = self.ranks.data, self.ranks.shard
         # On one rank nothing is partitioned, whatever the stage: the whole is the shard.
@@ -112,6 +120,8 @@ class ZeroEngine:
         self.model, self.layout, self.units = built.model, built.layout, built.units
         self.store, self.device = built.store, built.device
         self._synchronise_buffers("first buffers")
+        attached = Attached(self.model)
+        weakref.finalize(self, attached.remove).atexit = False
         self.gathering: Gathering | None = None
         if self.stage.shards_parameters:
             zero = self.config.zero
@@ -120,13 +130,13 @@ class ZeroEngine:
         wanted = self.config.zero.overlap_gather
         if self._hands_out and (read_by_forward(self.model) if wanted is None else wanted):
             self.arriving = Arriving(self.model, self.units)
-        guard_state(self.model, self.units, self.gathering, before=self.finish_gathering)
+            attached.under_way = self.arriving
+        # None of the hooks holds the engine: it goes when nobody else holds it, and takes them along.
+        before = _nothing if self.arriving is None else self.arriving.wait
+        guard_state(self.model, self.units, self.gathering, before=before)
         for flat in self.units:
             flat.make_moments(len(chosen.moments))
-        # What no module uses alone is needed first, so it is updated and handed out first.
-        first = sorted(range(len(self.units)), key=lambda number: bool(self.units[number].unit.modules))
-        runs = [run._replace(unit=number) for number in first for run in self.units[number].runs()]
-        self.optimizer = chosen.on(runs, built.groups)
+        self.optimizer = Counted(chosen, self.units, built.groups)
         self.flow = GradientFlow(
             self.units,
             self.shard,
@@ -140,15 +150,27 @@ class ZeroEngine:
         self.skipped = 0  # steps whose update was left out, those before the checkpoint that was loaded too
         self.losses = Losses()
         self.background: Background | None = None
-        self._hooks = [
+        attached.handles += [
             tensor.register_post_accumulate_grad_hook(self._hook(number, index))  # type: ignore[no-untyped-call]
             for number, flat in enumerate(self.units)
             if flat.unit.trainable
             for index, tensor in enumerate(flat.tensors)
         ]
+        attached.complete()
         self._unchanged = Unchanged(self.model, self.units)
         keep_freed(self.device)
         self._in_backward = self._broken = False
+        _living.add(self)
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next step, of parameters in no group; the same on every rank."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        """Raises :class:`UsageError` for what is no finite number from 0 on."""
+        self._lr = checked_rate("zero.lr", value)
 
     def _synchronise_buffers(self, what: str) -> None:
         if self.comm.size > 1:
@@ -156,18 +178,31 @@ class ZeroEngine:
                 self.comm.broadcast(buffer, 0, what)
 
     def _hook(self, number: int, index: int) -> Any:
-        place = self.flow.places[number][index]
+        engine = weakref.ref(self)
 
         def arrived(tensor: Tensor) -> None:
-            if not self._in_backward:
-                raise UsageError("loss.backward() was called; the engine's is zero.backward(loss)")
+            zero = engine()
+            if zero is None:
+                return  # it goes at this moment
+            if not zero._in_backward:
+                raise zero._of_another(number, index)
             gradient, tensor.grad = tensor.grad, None
             assert gradient is not None
-            self.flow.arrived(place, gradient)
-            if self.gathering is not None:
-                self.gathering.arrived(number)
+            zero.flow.arrived(zero.flow.places[number][index], gradient)
+            if zero.gathering is not None:
+                zero.gathering.arrived(number)
 
         return arrived
+
+    def _of_another(self, number: int, index: int) -> UsageError:
+        """What is said of a gradient that no backward of this engine made."""
+        name = self.units[number].unit.parameters[index].name
+        if any(other._in_backward for other in _living):
+            return UsageError(
+                f"backward of another ZeroEngine came to parameter {name} of this one's model",
+                hint="freeze this one while the other's loss is computed: model.requires_grad_(False), then (True)",
+            )
+        return UsageError("loss.backward() was called; the engine's is zero.backward(loss)")
 
     # --- a step ----------------------------------------------------------------------------------------
 
@@ -209,8 +244,8 @@ class ZeroEngine:
     def step(self) -> StepInfo:
         """Clips, updates what this rank owns, and gives every rank the updated parameters.
 
-        Raises :class:`UsageError` off the accumulation boundary, :class:`NonFinite` when gradients are
-        not finite and the policy is to stop.
+        Raises :class:`UsageError` off the accumulation boundary and where ranks were given other rates,
+        :class:`NonFinite` when gradients are not finite and the policy is to stop.
         """
         self._refuse_after_failure()
         if self.micro_step != self.config.accumulation:
@@ -230,12 +265,8 @@ class ZeroEngine:
         self.losses.forget()
         clip = self.config.optimizer.clip
         factor = scale if clip is None else scale * min(1.0, clip / (norm + 1e-6))
-        updated: list[int] = []
-        with self._unused_left_alone() as all_used:
-            # A unit's new parameters are on their way while the next one is updated.
-            self.optimizer.step(self.lr, factor, self._hand_out if all_used else updated.append)
-        for number in updated:
-            self._hand_out(number)
+        # A unit's new parameters are on their way while the next one is updated.
+        self.optimizer.step(self.lr, factor, self._hand_out, self._unused())
         self.loss_scale.went_well()
         if self.arriving is not None:
             self.arriving.begin()
@@ -264,29 +295,36 @@ class ZeroEngine:
         if self.arriving is not None:
             self.arriving.wait()
 
-    @contextmanager
-    def _unused_left_alone(self) -> Iterator[bool]:
-        """A parameter that no rank used in this step is not updated at all, as in an undistributed run. Yields whether
-        there is none, so that what was updated may be handed out at once."""
+    def _unused(self) -> list[tuple[int, int]]:
+        """The parameters (unit, index) that no rank used in this step, which are not updated at all, as in an
+        undistributed run. Raises :class:`UsageError` on all ranks where ``lr`` is not the same on all."""
         # Whether any rank lacks anything is agreed first, and with it whether buckets had to wait for their turn on the
-        # rank whose order it is. By itself: the norm's messages stay among the ranks of one replica.
-        here = torch.tensor([not self.flow.all_used, self.flow.disturbed], dtype=torch.uint8, device=self.device)
-        lacking, disturbed = self.comm.gather_small(here, "unused parameters").ne(0).any(0)
-        if bool(disturbed):
+        # rank whose order it is, and the rate. By itself: the norm's messages stay among the ranks of one replica.
+        rate = struct.pack("<d", self.lr)
+        said = [[int(not self.flow.all_used), int(self.flow.disturbed), *rate], [0, 0, *rate]]
+        here, usual = torch.tensor(said, dtype=torch.uint8, device=self.device)
+        told = self.comm.gather_small(here, "unused parameters")
+        if not bool(told.ne(usual).any()):
+            return []
+        rows = told.tolist()
+        self._refuse_rates([struct.unpack("<d", bytes(row[2:]))[0] for row in rows])
+        if any(disturbed for _, disturbed, *_ in rows):
             self.flow.settle_anew()
-        if not bool(lacking):
-            yield True
-            return
+        if not any(lacking for lacking, *_ in rows):
+            return []
         flags = torch.tensor(self.flow.used(), dtype=torch.uint8, device=self.device)
-        used = self.comm.gather_small(flags, "unused parameters").amax(0)
+        used = self.comm.gather_small(flags, "unused parameters").amax(0).tolist()
         names = [(n, i) for n, u in enumerate(self.units) if u.unit.trainable for i in range(len(u.unit.placed))]
-        kept: list[tuple[Tensor, Tensor]] = []
-        for at, (number, index) in enumerate(names):
-            if not used[at]:
-                kept += [(t, t.clone()) for t in self.units[number].state_of(index)]
-        yield False
-        for tensor, before in kept:
-            tensor.copy_(before)
+        return [name for name, by_any in zip(names, used) if not by_any]  # noqa: B905 (Python 3.9 on the nodes)
+
+    def _refuse_rates(self, rates: list[float]) -> None:
+        other = next((r for r, rate in enumerate(rates) if rate != rates[0]), None)
+        if other is not None:
+            first, rank = (r * self.ranks.degree + self.ranks.tensor.rank for r in (0, other))
+            raise UsageError(
+                f"zero.lr is {rates[other]:g} on rank {rank}, {rates[0]:g} on rank {first}: nothing was updated",
+                hint="every rank must set the same rate; check what depends on the rank, or on its own losses",
+            )
 
     def _skip(self, norm: float) -> StepInfo:
         """The step whose gradient is not finite, by all ranks: they judge by one norm."""
@@ -366,3 +404,10 @@ class ZeroEngine:
         """Reads the newest whole checkpoint below ``folder`` (or that of ``step``); returns (step, extra)."""
         manifest = checkpoint.load(self, Path(folder), step)
         return manifest.step, manifest.extra or {}
+
+
+_living: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
+
+
+def _nothing() -> None:
+    """Where no updated parameters are ever under way."""

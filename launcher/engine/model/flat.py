@@ -270,23 +270,24 @@ class FlatUnit:
             runs.append(Run(own, self.gradient_of_part(index), moments, group))
         return runs
 
-    def _of_parameter(self, index: int) -> list[tuple[Part, int, int]]:
-        """Where this rank's updates touch parameter ``index``: (part, flat start, flat stop)."""
-        placed = self.unit.placed[index]
-        if not self.stage.shards_optimizer:
-            return [(Part(0, self.unit.padded, 0), placed.start, placed.stop)]
-        spans = [(p, max(p.start, placed.start), min(p.stop, placed.stop)) for p in self.parts]
-        return [span for span in spans if span[1] < span[2]]
-
-    def state_of(self, index: int) -> list[Tensor]:
-        """Views of everything that the optimizer writes for parameter ``index`` on this rank."""
-        found: list[Tensor] = []
-        for part, start, stop in self._of_parameter(index):
-            at, width = part.offset + start - part.start, stop - start
-            own = self.full[start:stop] if self.shard is None else self.shard[at : at + width]
-            state = [*self.moments, *([] if self.master is None else [self.master])]
-            found += [own, *(m[at : at + width] for m in state)]
-        return found
+    def runs_of(self, start: int, stop: int) -> list[Run]:
+        """What of the flat elements from ``start`` to ``stop`` this rank's optimizer updates: at least one run, which
+        is empty where that is nothing."""
+        assert self.gradient is not None
+        if self.stage.shards_optimizer:
+            spans = [(p, max(p.start, start), min(p.stop, stop)) for p in self.parts]
+            nothing = (self.parts[0], self.parts[0].start, self.parts[0].start)
+            spans = [span for span in spans if span[1] < span[2]] or [nothing]
+        else:
+            spans = [(Part(0, self.unit.padded, 0), start, stop)]
+        held = self.shard if self.master is None else self.master
+        runs = []
+        for part, first, end in spans:
+            at, width = part.offset + first - part.start, end - first
+            own = self.full[first:end] if held is None else held[at : at + width]
+            gradient = self.gradient[first:end] if self.whole_gradient else self.gradient[at : at + width]
+            runs.append(Run(own, gradient, tuple(m[at : at + width] for m in self.moments), self.unit.group))
+        return runs
 
     def own_gradient_pieces(self) -> list[tuple[Tensor, str]]:
         """This rank's shard of the summed gradient, parameter by parameter."""

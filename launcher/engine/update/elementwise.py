@@ -115,6 +115,7 @@ class FlatTorch:
     def __init__(self, runs: Sequence[Run], groups: Sequence[Group], chosen: Chosen) -> None:
         self.updates = 0
         self.moments = chosen.moments
+        self.counts = bool(chosen.scalars)
         self._groups = groups
         self._runs = runs
         self._sets = Pieces.of(runs)

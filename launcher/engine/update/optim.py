@@ -36,7 +36,8 @@ class FlatOptimizer(Protocol):
 
     name: str
     moments: tuple[str, ...]  # its tensors of a parameter's shape, under their names in checkpoints
-    updates: int  # steps taken; skipped ones do not count
+    updates: int  # of these runs; skipped ones do not count
+    counts: bool  # whether an update depends on how many there were before
 
     def step(self, lr: float, factor: float, done: Done = nothing) -> None:
         """One update of every run with ``factor`` × its gradient (which is clobbered). ``done`` hears the number of
@@ -112,6 +113,7 @@ class _Fused:
 
     name: str
     moments: tuple[str, ...]
+    counts = False
 
     def __init__(self, runs: Sequence[Run], groups: Sequence[Group]) -> None:
         self.groups = groups
@@ -154,6 +156,7 @@ class FlatAdamW(_Fused):
     """Decoupled weight decay Adam on runs of elements; its moments are ``exp_avg`` and ``exp_avg_sq``."""
 
     name = "AdamW"
+    counts = True
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, runs: Sequence[Run], config: AdamW, groups: Sequence[Group]) -> None:
