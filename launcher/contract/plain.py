@@ -112,7 +112,8 @@ def _read_union(args: Tuple[Any, ...], value: Any, where: str) -> Any:
         except PlainError as problem:
             problems.append(problem)
     if len(problems) == 1:
-        raise problems[0]
+        left_out = ", or it is left out" if problems[0].hint and type(None) in args else ""
+        raise PlainError(str(problems[0]), problems[0].hint + left_out)
     hints = [problem.hint for problem in problems if problem.hint]
     raise PlainError("; ".join(dict.fromkeys(map(str, problems))), "; ".join(dict.fromkeys(hints)))
 
