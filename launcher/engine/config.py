@@ -45,7 +45,7 @@ class EngineConfig:
         if self.zero.reduce_every not in (None, "micro_step", "step"):
             raise UsageError(f"zero.reduce_every is {self.zero.reduce_every!r}; accepted are micro_step and step")
         if self.zero.bucket_bytes < 1:
-            raise UsageError(f"zero.bucket is {self.zero.bucket_bytes} bytes; at least one is needed")
+            raise UsageError(f"zero.bucket_bytes is {self.zero.bucket_bytes}; at least one byte is needed")
         _check_gathering(self.zero)
         _check_sums(self)
         if isinstance(self.recompute, str) and self.recompute not in ("none", "block"):
@@ -70,6 +70,8 @@ class EngineConfig:
         """From an EngineConfig, a TrainConfig, or a mapping of an EngineConfig's keys::
 
         {"zero": {"stage": 2}, "optimizer": {"lr": 3e-4, "clip": 1.0}, "accumulation": 4}
+
+        An optimizer that names a ``momentum``, or ``"kind": "sgd"`` beside it, is SGD. Raises :class:`UsageError`.
         """
         if isinstance(config, EngineConfig):
             return config
@@ -83,14 +85,11 @@ class EngineConfig:
                 recompute=config.recompute,
                 activations=config.activations,
             )
-        plain = dict(config)
-        optimizer = plain.get("optimizer")
-        if isinstance(optimizer, Mapping) and "betas" in optimizer:
-            plain["optimizer"] = {**optimizer, "betas": list(optimizer["betas"])}
         try:
-            return from_plain(cls, plain, "config")
+            return from_plain(cls, config, "config")
         except PlainError as error:
-            raise UsageError(str(error)) from error
+            # In the message: a script's traceback shows no hint.
+            raise UsageError(f"{error}; {error.hint}" if error.hint else str(error)) from None
 
     def with_stage(self, stage: int) -> EngineConfig:
         return replace(self, zero=replace(self.zero, stage=stage))
