@@ -12,11 +12,14 @@ import functools
 import io
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Tuple, Type, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+_NUMBER = re.compile(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*\Z")
 
 
 class PlainError(ValueError):
@@ -88,9 +91,9 @@ def _read_atom(kind: type, value: Any, where: str) -> Any:
             raise PlainError(f"{where}: a float was expected, the number is too large") from None
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    hint = "that is text: give a number (YAML 1.1 reads 3e-4 as text, 3.0e-4 as a number)"
-    text = kind in (float, int) and isinstance(value, str)
-    raise PlainError(f"{where}: {kind.__name__} was expected, not {value!r}", hint if text else "")
+    hint = "that is text: give the number (YAML 1.1 takes 3e-4 for text, 3.0e-4 for a number)"
+    number = kind in (float, int) and isinstance(value, str) and _NUMBER.match(value)
+    raise PlainError(f"{where}: {kind.__name__} was expected, not {value!r}", hint if number else "")
 
 
 def _read_union(args: Tuple[Any, ...], value: Any, where: str) -> Any:

@@ -214,8 +214,8 @@ class ZeroEngine:
                 f"backward was called {self.micro_step + 1} times, but accumulation is {self.config.accumulation}",
                 hint="call step() after every accumulation-th backward",
             )
-        self.micro_step += 1
         self.losses.keep(loss)
+        self.micro_step += 1
         self._broken = True
         try:
             self.flow.begin(loss, first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...contract.errors import JobFailed
+from ...contract.errors import JobFailed, UsageError
 
 if TYPE_CHECKING:
     from ..model.flat import FlatUnit
@@ -39,6 +39,8 @@ class Losses:
         self._kept: list[Tensor] = []
 
     def keep(self, loss: Tensor) -> None:
+        """Raises :class:`UsageError` for what no backward can begin with."""
+        _check(loss)
         loss = loss.detach()
         alone = loss.untyped_storage().nbytes() == loss.element_size()
         self._kept.append(loss if alone else loss.clone())  # an element of something larger would hold all of it
@@ -52,6 +54,24 @@ class Losses:
             if not bool(torch.isfinite(loss).all()):
                 return number, float(loss)
         return 0, 0.0
+
+
+def _check(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"backward was given {type(loss).__name__}, not a tensor: it needs the loss itself, zero.backward(loss), "
+            "not loss.item() or a model's output"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"backward was given a tensor of shape {tuple(loss.shape)}, not one number: it needs the mean loss of the "
+            "micro-batch, loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "backward was given a loss that no gradient leads to: it was detached, or computed under no_grad, or of "
+            "frozen parameters alone"
+        )
 
 
 class Found(NamedTuple):

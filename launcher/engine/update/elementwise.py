@@ -47,6 +47,14 @@ class Chosen:
         if choice is None:
             self.moments = FlatAdamW.moments if isinstance(config, AdamW) else sgd_moments(config)
             return
+        if not callable(choice):
+            raise UsageError(
+                f"optimizer is an instance of {type(choice).__name__}, which holds the model's parameters, not the engine's shards of them: "
+                "give the class (optimizer=torch.optim.AdamW, with the config's lr and weight_decay), or a function "
+                "(optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))"
+                if isinstance(choice, Optimizer)
+                else f"optimizer is {choice!r:.80}; accepted are a class of torch.optim and a function of parameter groups"
+            )
         self._make = _of_class(choice, config) if isinstance(choice, type) else choice
         probe = torch.zeros(LANES)
         optimizer = _checked(self._make, [{"params": [probe]}])
