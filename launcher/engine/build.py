@@ -27,6 +27,7 @@ from .model.precision import gradient_dtype, working_dtype
 from .model.units import Model, describe, names_in
 from .ranks import Ranks
 from .tensor.layers import split_of
+from .unchanged import not_free
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,9 @@ class Builder:
         return mine
 
     def _describe(self, model: nn.Module) -> Model:
+        problem = not_free(model)
+        if problem is not None:
+            raise problem
         zero = self.config.zero
         return describe(
             model,

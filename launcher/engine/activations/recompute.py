@@ -24,6 +24,8 @@ from ..config import EngineConfig
 from ..model.units import blocks
 from .stored import Store
 
+_OWN = "_zero_own_forward"
+
 
 def recompute(module: nn.Module, which: Union[str, Sequence[int]], store: Store | None = None) -> None:
     """Makes blocks of ``module`` recompute: all of them (``block``), or those of these numbers.
@@ -74,7 +76,18 @@ def _again(block: nn.Module, store: Store | None) -> Callable[..., Any]:
             return store.run(forward, inputs, named, context_fn=regions)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=regions, **named)
 
+    setattr(wrapped, _OWN, (wrapped, vars(block).get("forward")))
     return wrapped
+
+
+def forward_without(state: dict[str, Any]) -> None:
+    """Gives a module's ``__dict__``, or a copy of it, back what :func:`recompute` has put something in the place of."""
+    forward = state.get("forward")
+    wrapped, own = getattr(forward, _OWN, (None, None))
+    if forward is not None and wrapped is forward:  # not what someone has wrapped it in
+        del state["forward"]
+        if own is not None:
+            state["forward"] = own
 
 
 class _BuffersKept:
