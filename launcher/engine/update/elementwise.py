@@ -48,13 +48,7 @@ class Chosen:
             self.moments = FlatAdamW.moments if isinstance(config, AdamW) else sgd_moments(config)
             return
         if not callable(choice):
-            raise UsageError(
-                f"optimizer is an instance of {type(choice).__name__}, which holds the model's parameters, not the engine's shards of them: "
-                "give the class (optimizer=torch.optim.AdamW, with the config's lr and weight_decay), or a function "
-                "(optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))"
-                if isinstance(choice, Optimizer)
-                else f"optimizer is {choice!r:.80}; accepted are a class of torch.optim and a function of parameter groups"
-            )
+            raise UsageError(_not_a_choice(choice))
         self._make = _of_class(choice, config) if isinstance(choice, type) else choice
         probe = torch.zeros(LANES)
         optimizer = _checked(self._make, [{"params": [probe]}])
@@ -77,6 +71,17 @@ class Chosen:
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         assert self._make is not None
         return _checked(self._make, groups)
+
+
+def _not_a_choice(given: object) -> str:
+    if not isinstance(given, Optimizer):
+        return f"optimizer is {given!r:.80}; accepted are a class of torch.optim and a function of parameter groups"
+    name = type(given).__name__
+    return (
+        f"optimizer is an instance of {name}, made of the model's parameters; the engine's has shards of them, so give "
+        f"the class (optimizer=torch.optim.{name}, with the config's lr and weight_decay) or a function "
+        f"(optimizer=lambda groups: torch.optim.{name}(groups, lr=1e-3))"
+    )
 
 
 def _of_class(kind: type[Optimizer], config: AdamW | SGD) -> Factory:
