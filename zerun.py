@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from launcher.engine.watching.trace import Trace
 
 __all__ = [
+    "SGD",
     "AdamW",
     "EngineConfig",
     "Ranks",
-    "SGD",
     "Trace",
     "Units",
     "Zero",
