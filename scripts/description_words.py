@@ -176,7 +176,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Job.seed": ("whole number", "of weights, samples and dropout"),
     "Job.evaluate": ("mapping", "held-out loss on the way and at the end; without it none is computed"),
     "Job.recompute": ("`none` `block` or a list of blocks", "whose activations are computed again in backward instead of stored"),
-    "Job.activations": ("`whole` `partitioned` `host`", "where what recomputation stores waits: as it is, divided over the tensor ranks, or in host memory"),
+    "Job.activations": ("`whole` `partitioned` `host`", "where what recomputation stores waits: as it is; divided over the tensor ranks; or divided over them too (where there are any), and in host memory"),
     "Job.nonfinite": ("`stop` `skip`", "a step whose gradients hold NaN or Inf: the run stops and names the parameter and the rank, or the step is skipped and counted (of `fp16`, an overflow of the loss scale is always skipped)"),
     "Job.checkpoint": ("mapping", "when checkpoints are written; without it one at the end"),
     "Job.setup": ("bash text", "run after the cluster's `setup`, in the same shell"),
