@@ -142,7 +142,7 @@ class _Fused:
         scale: Tensor | None = None
         if factor != 1.0 and pieces.like.dtype == torch.float32:  # the kernel's own scaling is in fp32
             scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=pieces.like.device)
-        elif factor != 1.0:
+        elif factor != 1.0 and tensors[1]:
             torch._foreach_mul_(tensors[1], factor)
         if tensors[0]:
             self._update(tensors, lr * group.lr_scale, group.weight_decay, scale)
