@@ -21,9 +21,6 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
-_Beta = Annotated[float, BeforeValidator(values.number), values.between(0, 1)]
-
-
 def _numbers(value: Any) -> Any:
     """The value with numbers and booleans for their words, to be compared with a default."""
     if isinstance(value, (list, tuple)):
@@ -59,9 +56,9 @@ class Optimizer(Description):
     kind: Annotated[Literal["adamw", "sgd"], choice("adamw", "sgd")] = "adamw"
     lr: Positive
     weight_decay: values.NotNegative = 0.0
-    betas: Annotated[tuple[_Beta, _Beta], BeforeValidator(_pair)] = (0.9, 0.95)
+    betas: Annotated[tuple[values.Fraction, values.Fraction], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: Positive = 1e-8
-    momentum: _Beta = 0.0
+    momentum: values.Fraction = 0.0
     nesterov: values.Flag = False
     clip: Positive | None = None
     warmup: Whole = 0

@@ -27,7 +27,7 @@ class GptModel(Description):
     heads: Annotated[int, BeforeValidator(values.whole), values.at_least(1, 2**20)]
     seq_len: Annotated[int, BeforeValidator(values.whole), values.at_least(1, 2**24)]
     vocab: Annotated[int, BeforeValidator(values.whole), values.at_least(2, 2**24)] = 256
-    dropout: Annotated[float, BeforeValidator(values.number), values.between(0, 1)] = 0.0
+    dropout: values.Fraction = 0.0
     weights: DataPath | None = None
 
     @classmethod

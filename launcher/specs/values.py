@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
+from ..contract.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, Bounds
 from . import nodelist, units
 from .mistakes import did_you_mean, shown, wrong
 
@@ -136,14 +137,13 @@ def _told(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def between(low: float, high: float, *, low_open: bool = False) -> AfterValidator:
-    """``low ≤ value < high``, or ``low < value < high``."""
+def within(bounds: Bounds) -> AfterValidator:
+    """A number that is whole already, inside ``bounds``."""
 
     def check(value: float) -> float:
-        if not (low < value if low_open else low <= value) or value >= high:
-            sign = "more than" if low_open else "at least"
-            rest = "" if high == math.inf else f" and less than {high:g}"
-            raise wrong(f"{value:g} is out of range; accepted: {sign} {low:g}{rest}")
+        problem = bounds.problem(value)
+        if problem:
+            raise wrong(problem)
         return value
 
     return AfterValidator(check)
@@ -153,9 +153,9 @@ Whole = Annotated[int, BeforeValidator(whole), at_least(0)]
 Count = Annotated[int, BeforeValidator(whole), at_least(1)]
 Slots = Annotated[int, BeforeValidator(whole), at_least(1, 65536)]  # of a node; lists are made of them
 Port = Annotated[int, BeforeValidator(whole), at_least(1, 65535)]
-Positive = Annotated[float, BeforeValidator(number), between(0, math.inf, low_open=True)]
-NotNegative = Annotated[float, BeforeValidator(number), between(0, math.inf)]
-Fraction = Annotated[float, BeforeValidator(number), between(0, 1)]
+Positive = Annotated[float, BeforeValidator(number), within(POSITIVE)]
+NotNegative = Annotated[float, BeforeValidator(number), within(NOT_NEGATIVE)]
+Fraction = Annotated[float, BeforeValidator(number), within(FRACTION)]
 Flag = Annotated[bool, BeforeValidator(flag)]
 
 Bytes = Annotated[int, BeforeValidator(parsed_by(units.parse_bytes)), at_least(0), PlainSerializer(lambda n: f"{n}B")]
