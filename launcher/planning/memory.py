@@ -197,6 +197,9 @@ def largest_model(zero_stage: int, each: ElementBytes, ranks: int, device_bytes:
     return device_bytes * ranks * tensor // (replicated * ranks + divided)
 
 
+NO_DEVICE = "the cluster's description has no device memory (device: {memory: …})"
+
+
 def plan_state(
     elements: Elements | None,
     each: ElementBytes,
@@ -212,7 +215,7 @@ def plan_state(
     where it differs from the sum of the elements (tensor parallelism).
     """
     if elements is None:
-        because = "the parameters of a factory's model are not counted here"
+        because = "the parameters of a factory's model are not counted here: --simulate makes the model and counts them"
         return StatePlan(None, (), chosen, device_bytes, "cannot be said", because)
     ranks = world_size // (elements.tensor * elements.replicas)
     stages = tuple(stage_memory(stage, elements, each, ranks, device_bytes) for stage in ZERO_STAGES)
@@ -309,7 +312,7 @@ def _judge(
         return "cannot be said", "no ZeRO stage was chosen; each stage says for itself whether it fits"
     stage = stages[chosen]
     if device_bytes is None:
-        return "cannot be said", "the cluster's description has no device memory (device: {memory: …})"
+        return "cannot be said", NO_DEVICE
     if stage.fits:
         owns, device = readable(stage.total_bytes), readable(device_bytes)
         return "fits", f"stage {chosen} owns {owns} a rank of {device}; what a step needs beside is not in this"

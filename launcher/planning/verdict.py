@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..specs.models import Cluster, Job
-from .memory import readable
+from .memory import NO_DEVICE, readable
 from .plan import Judgement, Plan, StatePlan, StepLine, Tried
 from .reasons import CannotPlan
 from .step import together
@@ -25,7 +25,7 @@ def judge(state: StatePlan, lines: tuple[StepLine, ...]) -> Judgement:
     sure, all_of_it = together(lines, assumed=False), together(lines, assumed=True)
     device = state.device_bytes
     if device is None:
-        return Judgement("cannot be said", state.because, sure)
+        return Judgement("cannot be said", NO_DEVICE, sure)  # what the state lacked, a simulation may have brought
     if state.verdict == "does not fit":
         return Judgement("does not fit", _state_alone(state), sure)
     simulated = any(line.source == "simulated" for line in lines)

@@ -158,6 +158,7 @@ def test_a_factory_and_a_program_are_planned_without_counting() -> None:
         direct(device={"memory": "1GB"}),
     )
     assert factory.state.parameters is None and factory.state.verdict == "cannot be said"
+    assert "--simulate" in factory.judgement.because
     assert factory.train is not None and factory.train.factory is not None
     assert to_plain(factory.train.factory.options) == {"size": {"a": [1, 2]}}
     own = job(model=None, data=None, zero=None, optimizer=None, batch=None, steps=None, evaluate=None, checkpoint=None,
@@ -198,7 +199,7 @@ def test_replan() -> None:
     assert replan(config, global_batch=16, data_parallel=8).batch == train.Batch(2, 1)
     with pytest.raises(UsageError, match="nearest that can: 2 ranks and 4 ranks"):
         replan(config, global_batch=16, data_parallel=3)
-    with pytest.raises(UsageError, match=r"nearest that can: 8 ranks$"):
+    with pytest.raises(UsageError, match=r"(?m)nearest that can: 8 ranks$"):
         replan(config, global_batch=16, data_parallel=9)
 
 

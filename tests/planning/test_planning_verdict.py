@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from launcher.planning import make_plan
 from launcher.planning.plan import Plan
 from launcher.planning.search import search
 from launcher.planning.step import together
-from launcher.planning.verdict import with_micro, with_recompute, with_stage
+from launcher.planning.verdict import judge, with_micro, with_recompute, with_stage
 from launcher.specs import load_cluster, load_job
 from launcher.specs.models import Cluster, Job
 
@@ -46,6 +47,8 @@ def test_three_verdicts_by_one_budget() -> None:
     sure, everything = together(plan.step, assumed=False), together(plan.step, assumed=True)
     assert plan.judgement.verdict == "cannot be said" and "no device memory" in plan.judgement.because
     assert plan.judgement.needs_bytes == sure < everything
+    simulated = replace(plan.state, parameters=None, because="a factory's parameters are not counted")
+    assert judge(simulated, plan.step) == plan.judgement, "a simulation has counted them: the device is what lacks"
     told = [make_plan(job(model=LONG), cluster_of(n)).judgement for n in (everything, everything - 1, sure, sure - 1)]
     assert [t.verdict for t in told] == ["fits", "cannot be said", "cannot be said", "does not fit"]
     assert "assumed lines decide" in told[1].because
