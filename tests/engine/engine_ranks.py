@@ -47,7 +47,27 @@ def _rank(rank: int, world: int, store: str, function: Callable[..., Any], args:
         os._exit(1)  # another rank failed and says so itself
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:
+def impatient(comm: Any, timeout_s: float) -> None:
+    """Its messages are waited for so long from now on: ranks on a busy machine may be later than that to meet."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), comm.group)
+    if hasattr(comm, "timeout_s"):
+        comm.timeout_s = timeout_s
+
+
+def stand_still(folder: str, *others: int) -> None:
+    """What a rank does until all of these have :func:`moved_on`; longer than any of them waits for a message."""
+    end = time.monotonic() + 60
+    while not all(Path(folder, f"{rank}-moved-on").exists() for rank in others) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def moved_on(folder: str, rank: int) -> None:
+    Path(folder, f"{rank}-moved-on").touch()
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """``function(rank, world, *args)`` on ``world`` ranks; their results in rank order.
 
     Raises AssertionError with the traceback of every rank that failed.
@@ -58,7 +78,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: f
     return [value for _, value in done]
 
 
-def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[tuple[bool, Any]]:
+def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[tuple[bool, Any]]:
     """Like :func:`run_ranks`, but a rank's failure is a result: (whether it succeeded, value or traceback)."""
     found: list[tuple[bool, Any]] = [(False, "no answer")] * world
     with tempfile.TemporaryDirectory() as folder:

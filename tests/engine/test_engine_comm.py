@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine_ranks import outcomes, run_ranks
+from engine_ranks import impatient, moved_on, outcomes, run_ranks, stand_still
 
 from launcher.engine.comm import (
     CommError,
@@ -93,30 +94,33 @@ def test_small_messages() -> None:
     run_ranks(3, _small)
 
 
-def _one_is_late(rank: int, world: int) -> str:
-    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=2)))
+def _one_is_late(rank: int, world: int, folder: str) -> str:
+    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=120)))
+    impatient(comm, 2)
     if rank == 1:
-        time.sleep(5)
+        stand_still(folder, 0, 2)
         return ""
     flat = torch.zeros(3 * 1000)
     with pytest.raises(CommError) as caught:
         comm.reduce(flat, flat[:1000], torch.empty(2000), "sum of the gradients of unit norm, bucket 0").wait()
+    moved_on(folder, rank)
     return str(caught.value)
 
 
-def test_a_rank_that_never_joins_is_named_within_the_timeout() -> None:
+def test_a_rank_that_never_joins_is_named_within_the_timeout(tmp_path: Path) -> None:
     started = time.monotonic()
-    (_, message), *_ = outcomes(3, _one_is_late)
-    assert time.monotonic() - started < 40
+    (_, message), *_ = outcomes(3, _one_is_late, str(tmp_path))
+    assert time.monotonic() - started < 100
     assert "sum of the gradients of unit norm, bucket 0: rank 1 did not take part" in message
 
 
-def _one_is_late_for_a_small_message(rank: int, world: int, what: str) -> str:
-    absent.WITHIN_S = 1.5
-    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=1)))
+def _one_is_late_for_a_small_message(rank: int, world: int, folder: str, what: str) -> str:
+    absent.WITHIN_S = 3.0  # the others fail at about the same time
+    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=120)))
     barrier(comm, "together")
+    impatient(comm, 1)
     if rank == 1:
-        time.sleep(4)  # longer than the others wait and then ask
+        stand_still(folder, 0, 2)
         return ""
     with pytest.raises(CommError) as caught:
         if what == "gradient norm":
@@ -125,6 +129,7 @@ def _one_is_late_for_a_small_message(rank: int, world: int, what: str) -> str:
             comm.gather_small(torch.ones(3), what)
         else:
             comm.broadcast(torch.ones(3), 1, what)
+    moved_on(folder, rank)
     return str(caught.value)
 
 
@@ -136,10 +141,10 @@ def _one_is_late_for_a_small_message(rank: int, world: int, what: str) -> str:
         pytest.param("buffers", marks=pytest.mark.full),
     ],
 )
-def test_whoever_misses_a_small_message_is_named_by_all_others(what: str) -> None:
+def test_whoever_misses_a_small_message_is_named_by_all_others(tmp_path: Path, what: str) -> None:
     started = time.monotonic()
-    (_, first), _, (_, last) = outcomes(3, _one_is_late_for_a_small_message, what)
-    assert time.monotonic() - started < 40
+    (_, first), _, (_, last) = outcomes(3, _one_is_late_for_a_small_message, str(tmp_path), what)
+    assert time.monotonic() - started < 100
     for rank, message in ((0, first), (2, last)):
         assert f"rank {rank}: {what}: rank 1 did not take part" in message, message
 

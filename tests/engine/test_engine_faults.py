@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from engine_faults import Cut, Late
 from engine_models import MODELS, batches, digest, train, whole_state
-from engine_ranks import outcomes, run_ranks
+from engine_ranks import impatient, moved_on, outcomes, run_ranks, stand_still
 
 from launcher.contract.train import AdamW, Zero
 from launcher.engine.comm import Comm, CommError, HostComm, absent, connect
@@ -41,10 +42,14 @@ def test_messages_that_come_late_change_no_bit(world: int, same_host: str, seeds
     run_ranks(world, _late, same_host, seeds)
 
 
-def _cut(rank: int, world: int, same_host: str, stage: int, number: int) -> tuple[str, list[str], list[str], float]:
+def _cut(
+    rank: int, world: int, folder: str, same_host: str, stage: int, number: int
+) -> tuple[str, list[str], list[str], float]:
     """What the rank was told, what it had begun and not waited for then, all that it had begun, and when."""
-    absent.WITHIN_S = 0.5
-    inner = connect(dist.new_group(timeout=datetime.timedelta(seconds=2)), same_host=same_host)
+    absent.WITHIN_S = 2.5  # the others fail at about the same time
+    # A message from rank to rank has the time that its group was made with.
+    timeout = datetime.timedelta(seconds=120 if same_host == "read" else 4)
+    inner = connect(dist.new_group(timeout=timeout), same_host=same_host)
     comm = Cut(inner, number)
     engine = _engine(stage, comm, same_host)
     steps = batches(3, 2 * world, 37)
@@ -52,13 +57,14 @@ def _cut(rank: int, world: int, same_host: str, stage: int, number: int) -> tupl
     engine.comm.gather_small(steps[0], "together")
     comm.armed, comm.counts = rank == 1, True
     if isinstance(inner, HostComm):
-        inner.timeout_s = 1
+        impatient(inner, 1)
     started = time.monotonic()
     with pytest.raises(CommError) as caught:
         train(engine, steps[1:])
     took_s = time.monotonic() - started
     if rank == 1:
-        time.sleep(1.6 if same_host == "read" else 2.8)  # it stands still, for longer than the others wait and ask
+        stand_still(folder, 0, 2)
+    moved_on(folder, rank)
     return str(caught.value), comm.unfinished(), comm.begun, took_s
 
 
@@ -77,8 +83,10 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("same_host", "stage", "number"), CUTS)
-def test_a_message_that_fails_on_one_rank_ends_all_and_is_named(same_host: str, stage: int, number: int) -> None:
-    found = outcomes(3, _cut, same_host, stage, number)
+def test_a_message_that_fails_on_one_rank_ends_all_and_is_named(
+    tmp_path: Path, same_host: str, stage: int, number: int
+) -> None:
+    found = outcomes(3, _cut, str(tmp_path), same_host, stage, number)
     assert all(ok for ok, _ in found), found
     told, unfinished, begun, _ = found[1][1]
     assert len(begun) == number + 1 and told == f"rank 1: {begun[-1]}: the cable is cut"
@@ -89,12 +97,11 @@ def test_a_message_that_fails_on_one_rank_ends_all_and_is_named(same_host: str, 
         # One that rank 1 never began, or had under way when it stood still.
         assert name in {*unfinished, *own[number:]}, (name, unfinished)
         assert whom.startswith("rank 1 did not take part"), message
-        assert took_s < 8
+        assert took_s < 20
 
 
 def _broke(rank: int, world: int, same_host: str) -> str:
     """Rank 1 fails first, and ends; so the others fail, and say so to each other, before they end."""
-    absent.WITHIN_S = 0.4
     comm = Cut(connect(dist.new_group(timeout=datetime.timedelta(seconds=20)), same_host=same_host), 9)
     engine = _engine(1, comm, same_host)
     comm.counts, comm.armed, comm.theirs = True, rank == 1, True

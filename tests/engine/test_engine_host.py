@@ -11,13 +11,14 @@ import signal
 import socket
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from engine_models import MODELS, batches, digest, engine_of, train, whole_state
-from engine_ranks import outcomes, run_ranks
+from engine_ranks import impatient, moved_on, outcomes, run_ranks, stand_still
 from torch import Tensor
 
 from launcher.contract.train import AdamW, Zero
@@ -53,6 +54,7 @@ def _refused(*_: object) -> int:
 
 
 def _meets(rank: int, world: int, why: str) -> str:
+    neighbours._PATIENCE_S = 60.0
     if rank == 1:
         if why == "network":
             _other_namespace()
@@ -65,7 +67,7 @@ def _meets(rank: int, world: int, why: str) -> str:
     started = time.monotonic()
     engine = engine_of("odd", stage=2)
     assert type(engine.comm) is PeerComm
-    assert time.monotonic() - started < 8, "nobody waits for whom it cannot meet"
+    assert time.monotonic() - started < 40, "nobody waits for whom it cannot meet"
     train(engine, batches(2, 6, 13))
     return digest(whole_state(engine))
 
@@ -108,9 +110,10 @@ def _strangers(rank: int, world: int) -> None:
         return said
 
     neighbours._Meeting.invite = invited  # type: ignore[method-assign]
+    neighbours._PATIENCE_S = 60.0
     started = time.monotonic()
     comm = _host()
-    assert time.monotonic() - started < 5, "a stranger that says nothing is not waited for"
+    assert time.monotonic() - started < 40, "a stranger that says nothing is not waited for"
     flat = torch.zeros(world)
     flat[rank] = rank + 1
     comm.gather(flat, "a gather").wait()
@@ -253,13 +256,13 @@ def test_who_waits_in_a_small_message_reads_meanwhile() -> None:
 # --- failing --------------------------------------------------------------------------------------------
 
 
-def _killed(rank: int, world: int) -> tuple[str, float]:
+def _killed(rank: int, world: int, folder: str) -> tuple[str, float]:
     absent.WITHIN_S = 0.3
     comm = _host(60)
     if rank == 2:
         # Who forks (a loader's workers) leaves its sockets open in them.
         if os.fork() == 0:
-            time.sleep(2)
+            stand_still(folder, 0, 1)
             os._exit(0)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -268,16 +271,18 @@ def _killed(rank: int, world: int) -> tuple[str, float]:
     started = time.monotonic()
     with pytest.raises(CommError) as caught:
         pending.wait()
-    return str(caught.value), time.monotonic() - started
+    took_s = time.monotonic() - started
+    moved_on(folder, rank)
+    return str(caught.value), took_s
 
 
-def test_a_killed_rank_is_named_at_once() -> None:
-    *found, (ok, _) = outcomes(3, _killed)
+def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
+    *found, (ok, _) = outcomes(3, _killed, str(tmp_path))
     assert not ok
     for rank, (_, told) in enumerate(found):
         message, took_s = told
         assert f"rank {rank}: gather of unit blocks.0, bucket 0: rank 2 did not take part (its process" in message
-        assert took_s < 1.9, "far below 60 s"
+        assert took_s < 20, "far below 60 s"
 
 
 def _other_message(rank: int, world: int, kind: str) -> str:
@@ -297,26 +302,28 @@ def test_ranks_at_different_messages_are_told(kind: str) -> None:
     assert ("600 bytes" in first and "1,200" in first) == (kind == "size")
 
 
-def _stands_still(rank: int, world: int, count: int) -> tuple[str, float]:
+def _stands_still(rank: int, world: int, folder: str, count: int) -> tuple[str, float]:
     absent.WITHIN_S = 0.3
     comm = _host()
-    comm.timeout_s = 0.6  # of this alone: ranks may be later than that to meet
+    impatient(comm, 0.6)
     if rank == 1:
-        time.sleep(1.7)
+        stand_still(folder, 0)
         return "", 0.0
     started = time.monotonic()
     with pytest.raises(CommError) as caught:
         pendings = [comm.gather(torch.zeros(2 * 10), f"gather {number}") for number in range(count)]
         for pending in pendings:
             pending.wait()
-    return str(caught.value), time.monotonic() - started
+    took_s = time.monotonic() - started
+    moved_on(folder, rank)
+    return str(caught.value), took_s
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 2000])
-def test_a_rank_that_stands_still_is_named_within_the_timeout(count: int) -> None:
-    (_, (message, took_s)), _ = outcomes(2, _stands_still, count)
+def test_a_rank_that_stands_still_is_named_within_the_timeout(tmp_path: Path, count: int) -> None:
+    (_, (message, took_s)), _ = outcomes(2, _stands_still, str(tmp_path), count)
     assert "gather 0: rank 1 did not take part (no answer in 0.6 s)" in message
-    assert took_s < 3
+    assert took_s < 20, "far below the 30 s of the group"
 
 
 # --- what is left ---------------------------------------------------------------------------------------
@@ -376,22 +383,25 @@ def test_neither_messages_nor_groups_leave_anything() -> None:
     run_ranks(3, _groups_go)
 
 
-def _still_in_a_small_one(rank: int, world: int) -> tuple[str, float]:
+def _still_in_a_small_one(rank: int, world: int, folder: str) -> tuple[str, float]:
     absent.WITHIN_S = 0.3
-    comm = _host(1)
+    comm = _host()
+    impatient(comm, 1)
     flat = torch.zeros(world)
     if rank == 1:
-        time.sleep(2.5)
+        stand_still(folder, 0)
         return "", 0.0
     comm.gather(flat, "a gather")
     started = time.monotonic()
     with pytest.raises(CommError) as caught:
         comm.gather_small(flat, "end of step 7")
-    return str(caught.value), time.monotonic() - started
+    took_s = time.monotonic() - started
+    moved_on(folder, rank)
+    return str(caught.value), took_s
 
 
 @pytest.mark.full
-def test_a_small_message_beside_one_under_way_has_its_timeout() -> None:
-    (_, (message, took_s)), _ = outcomes(2, _still_in_a_small_one)
+def test_a_small_message_beside_one_under_way_has_its_timeout(tmp_path: Path) -> None:
+    (_, (message, took_s)), _ = outcomes(2, _still_in_a_small_one, str(tmp_path))
     assert "rank 0: end of step 7: rank 1 did not take part" in message
-    assert took_s < 2.4
+    assert took_s < 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_ranks import outcomes
+from engine_ranks import impatient, outcomes
 from torch import Tensor, nn
 
 from launcher.engine import ZeroEngine
@@ -21,7 +21,9 @@ def _engine(stage: int, accumulation: int = 1) -> ZeroEngine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     config = {"zero": {"stage": stage}, "optimizer": {"lr": 0.1}, "accumulation": accumulation}
-    return ZeroEngine(model, config, comm=connect(dist.new_group(timeout=datetime.timedelta(seconds=2))))
+    engine = ZeroEngine(model, config, comm=connect(dist.new_group(timeout=datetime.timedelta(seconds=120))))
+    impatient(engine.comm, 2)
+    return engine
 
 
 def _loss(engine: ZeroEngine) -> Tensor:
@@ -104,7 +106,7 @@ CASES: list[Any] = [
 def test_the_rank_is_told_and_the_others_end_and_say_who_is_missing(misuse: Any, says: str) -> None:
     started = time.monotonic()
     (first_ok, first), (second_ok, second) = outcomes(2, misuse)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 100
     assert not first_ok and not second_ok
     assert says in second, second
     assert "CommError" in first and ": rank 1 did not take part" in first, first
