@@ -79,6 +79,30 @@ def _nan_gradient(rank: int, world: int, maker: int) -> dict[tuple[int, str], st
     return told
 
 
+def _spread(rank: int, world: int) -> list[str]:
+    """What reaches the second of four layers in backward is NaN on rank 1: that layer and the one before it get it."""
+    told = []
+    for stage in range(4):
+        engine = ZeroEngine(nn.Sequential(*_model(), *_model()), EngineConfig(Zero(stage), SGD(0.1, 0.0)))
+
+        def spoil(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            output.register_hook(lambda gradient: gradient * float("nan"))
+
+        if rank == 1:
+            engine.model[1].register_forward_hook(spoil)  # type: ignore[index]
+        engine.backward(_loss_of(engine, rank))
+        told.append(_told(engine))
+    return told
+
+
+def test_what_spreads_in_backward_is_named_where_it_is_nearest_to_its_beginning() -> None:
+    first, *others = run_ranks(2, _spread)
+    assert all(told == first for told in others)
+    for message in first:
+        assert message.startswith("the gradient of parameter 1.bias is not finite (norm nan): all losses were finite")
+        assert message.endswith("; 3 before it in the model are not finite either"), message
+
+
 @pytest.mark.parametrize("maker", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_gradient_of_a_finite_loss_names_its_rank_where_that_is_known(maker: int) -> None:
     first, *others = run_ranks(3, _nan_gradient, maker)

@@ -1,5 +1,8 @@
 """A gradient that is not finite: which parameter's, and which rank's loss or own gradient made it so.
 
+What is born in a layer's backward spreads to all that stands before it in the model, so of all parameters whose sum is
+not finite the last one is named: it is nearest to where that began. A loss that is no number reaches every one.
+
 A sum that is not finite says nothing of who made it: its owner is merely where it lies. So each rank keeps its
 micro-losses until the step, and looks at them, and at what is still there of its own gradient, once the norm of the sum
 is not finite; nothing is looked at before. A rank's own gradient is still there where buckets are slices of a whole
@@ -83,23 +86,28 @@ class Found(NamedTuple):
 
 def look(engine: ZeroEngine, norm: float) -> Found:
     """What made the gradient's ``norm`` no number; every rank calls it, and gets the same answer."""
-    names = list(engine.layout.by_name)
+    names = _in_model_order(engine)
     number, loss = engine.losses.first_bad()
-    row = torch.tensor([_first_bad_sum(engine, names), number, loss], dtype=torch.float64, device=engine.device)
-    rows = engine.ranks.world.gather_small(row, "non-finite gradients").cpu()
-    first = int(rows[:, 0].min())
-    bad_losses = [(rank, int(n), float(value)) for rank, (_, n, value) in enumerate(rows.tolist()) if n]
-    if first == len(names):
+    row = torch.tensor([number, loss], dtype=torch.float64, device=engine.device)
+    rows = engine.ranks.world.gather_small(row, "non-finite gradients").tolist()
+    flags = torch.tensor(_bad_sums(engine, names), dtype=torch.uint8, device=engine.device)
+    bad_sums = engine.ranks.world.gather_small(flags, "non-finite gradients").cpu()
+    bad_losses = [(rank, int(n), float(value)) for rank, (n, value) in enumerate(rows) if n]
+    bad = bad_sums.amax(0).nonzero()[:, 0].tolist()
+    if not bad:
         told = _of_losses(bad_losses, engine.config.accumulation) or "every element is finite, their squares are not"
         return Found(f"the gradient's norm is {norm}: {told}", None)
-    own = torch.tensor([_own_gradient(engine, names[first])], device=engine.device)
+    last = bad[-1]
+    own = torch.tensor([_own_gradient(engine, names[last])], device=engine.device)
     owns = engine.ranks.world.gather_small(own, "non-finite gradients")[:, 0].tolist()
-    holders = [rank for rank, at in enumerate(rows[:, 0].tolist()) if at == first]
+    holders = bad_sums[:, last].nonzero()[:, 0].tolist()
     made, known = _who(bad_losses, owns, holders, engine)
     # At stage 0 every rank has every sum; the owner is whoever took it.
     where = f"its sum lies in the shard{'s' * (len(holders) > 1)} of {_ranks(holders)}"
+    others = len(bad) - 1
+    spread = f"; {others} before it in the model {'is' if others == 1 else 'are'} not finite either" if others else ""
     return Found(
-        f"the gradient of parameter {names[first]} is not finite (norm {norm}): {made}; {where}",
+        f"the gradient of parameter {names[last]} is not finite (norm {norm}): {made}; {where}{spread}",
         None if known else _HINT,
     )
 
@@ -134,16 +142,17 @@ def _of_losses(bad: Sequence[tuple[int, int, float]], accumulation: int) -> str:
     return f"the loss of rank {rank} was {value}{when}" + (f", and that of {_ranks(others)} too" if others else "")
 
 
-def _first_bad_sum(engine: ZeroEngine, names: Sequence[str]) -> int:
-    """The first parameter, in the layout's order, whose sum in this rank's shard is not finite."""
-    at = {name: number for number, name in enumerate(names)}
-    bad = (
-        at[name]
-        for flat in engine.units
-        for tensor, name in flat.own_gradient_pieces()
-        if not bool(torch.isfinite(tensor).all())
-    )
-    return min(bad, default=len(names))
+def _in_model_order(engine: ZeroEngine) -> list[str]:
+    """The layout's names as the model defines them: its units may stand in another order."""
+    at = {name: number for number, (name, _) in enumerate(engine.model.named_parameters())}
+    return sorted(engine.layout.by_name, key=lambda name: at.get(name, -1))
+
+
+def _bad_sums(engine: ZeroEngine, names: Sequence[str]) -> list[bool]:
+    """For each parameter, whether its sum in this rank's shard is not finite somewhere."""
+    pieces = (piece for flat in engine.units for piece in flat.own_gradient_pieces())
+    bad = {name for tensor, name in pieces if not bool(torch.isfinite(tensor).all())}
+    return [name in bad for name in names]
 
 
 def _own_gradient(engine: ZeroEngine, name: str) -> int:
