@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, NamedTuple, Optional
 
 
@@ -17,12 +18,13 @@ class Bounds(NamedTuple):
         """What is wrong with ``value``, with what is accepted; None where nothing is."""
         accepted = f"accepted: {'more than' if self.low_open else 'at least'} {self.low:g}"
         accepted += "" if self.high == math.inf else f" and less than {self.high:g}"
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Real):
             return f"{value!r:.80} is no number; {accepted}"
-        if not math.isfinite(value):
-            return f"{value:g} is not finite; {accepted}"
-        if not (self.low < value if self.low_open else self.low <= value) or value >= self.high:
-            return f"{value:g} is out of range; {accepted}"
+        found = float(value)
+        if not math.isfinite(found):
+            return f"{found:g} is not finite; {accepted}"
+        if not (self.low < found if self.low_open else self.low <= found) or found >= self.high:
+            return f"{found:g} is out of range; {accepted}"
         return None
 
 
@@ -41,3 +43,6 @@ OPTIMIZER = {
     "lr_floor": NOT_NEGATIVE,
 }
 """By key of ``train.AdamW`` and ``train.SGD``."""
+
+GROUP = {"lr": POSITIVE, "lr_scale": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE}
+"""By key of a group of parameters."""

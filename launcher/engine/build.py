@@ -26,6 +26,7 @@ from .model.groups import Group, Groups
 from .model.precision import gradient_dtype, working_dtype
 from .model.units import Model, describe, names_in
 from .ranks import Ranks
+from .reduce.flow import DENSE
 from .tensor.layers import split_of
 from .unchanged import not_free
 
@@ -64,12 +65,19 @@ class Builder:
             self._agree(model, described)
             self._synchronise(described.tensors)
             return self._flatten(model, described, None)
-        self._same_random_state()
+        own = self._same_random_state()
         try:
-            built, recording = record(model)
+            return self._build_by(model)
+        finally:
+            if own is not None:
+                torch.set_rng_state(own)
+
+    def _build_by(self, factory: Callable[[], nn.Module]) -> Built:
+        try:
+            built, recording = record(factory)
         except NotDeferred as why:
             _log.warning("the model is built whole, a rank at a time: %s", why)
-            return self._in_turn(model)
+            return self._in_turn(factory)
         described = self._describe(built)
         self._agree(built, described)
         return self._flatten(built, described, recording)
@@ -103,15 +111,28 @@ class Builder:
         )
 
     def _agree(self, model: nn.Module, described: Model) -> None:
+        """That all ranks have one model, and that it can be trained here."""
         device = self.device or device_of(model)
         agree_on_model(self.ranks.world, described.layout, model, described.groups, device)
+        if not any(unit.trainable for unit in described.layout.units):
+            raise UsageError(
+                "the model has nothing to train: all of its parameters are frozen",
+                hint="requires_grad_(True) before ZeroEngine on what is to be trained; to evaluate needs no engine",
+            )
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+                raise UsageError(f"module {name or type(module).__name__} makes sparse gradients", hint=DENSE)
 
-    def _same_random_state(self) -> None:
-        """Deferred parameters are made by every rank for itself: all must draw rank 0's numbers."""
+    def _same_random_state(self) -> torch.Tensor | None:
+        """Deferred parameters are made by every rank for itself: all must draw rank 0's numbers. Returns this rank's
+        own state where it was another, to go on with once the model is built; None where building is what moves it on,
+        as in an undistributed run."""
         state = torch.get_rng_state()
-        message = state.to(self.device) if self.device is not None else state
+        message = state.to(self.device, copy=True) if self.device is not None else state.clone()
         self.ranks.world.broadcast(message, 0, "random state")
-        torch.set_rng_state(message.cpu())
+        first = message.cpu()
+        torch.set_rng_state(first)
+        return None if torch.equal(first, state) else state
 
     @torch.no_grad()
     def _synchronise(self, tensors: Mapping[str, nn.Parameter]) -> None:
@@ -147,7 +168,6 @@ class Builder:
         _replace(model, made)
         self._hold_buffers(model, recording, device)
         return Built(model, described.layout, described.groups, units, store, device)
-
 
     def _hold_buffers(self, model: nn.Module, recording: Recording | None, device: torch.device) -> None:
         """Buffers in the working precision, as ``model.to(dtype)`` has them, but those that a module names in

@@ -8,6 +8,7 @@ forms a replica. Every rank makes every group, in one order.
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,9 +56,16 @@ class Ranks:
         """The groups of the default process group (of one rank alone where there is none). ``same_host``: see
         :func:`comm.connect`.
 
-        Raises :class:`UsageError` where ``tensor`` does not divide the world size, or ``replicas`` what is left of it.
+        Raises :class:`UsageError` where ``tensor`` does not divide the world size, or ``replicas`` what is left of it;
+        and where there is no group though the environment says that this process is one of several ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
+            told = os.environ.get("WORLD_SIZE", "")
+            if told.isdecimal() and int(told) > 1:
+                raise UsageError(
+                    f"WORLD_SIZE is {told}, but there is no process group: every rank would train by itself",
+                    hint="call torch.distributed.init_process_group first, or unset WORLD_SIZE to train alone",
+                )
             for name, wanted in (("parallel.tensor", tensor), ("zero.replicas", replicas)):
                 if wanted != 1:
                     raise UsageError(f"{name}: {wanted} needs as many ranks; there is one")

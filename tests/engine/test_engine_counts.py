@@ -84,7 +84,7 @@ def _reference(make: Callable[[Any], torch.optim.Optimizer], clip: float | None)
 
 
 def _engine(stage: int, config: AdamW | SGD, choice: Any, dtype: torch.dtype = torch.float64) -> ZeroEngine:
-    return ZeroEngine(Now().to(dtype), EngineConfig(Zero(stage, 400), config), optimizer=choice)
+    return ZeroEngine(Now().to(dtype), EngineConfig(Zero(stage, 1000), config), optimizer=choice)
 
 
 def _train(engine: ZeroEngine, lr: float, steps: range) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Union
 
 from torch import nn
 
+from ...contract.bounds import GROUP
 from ...contract.errors import UsageError
 from ...contract.groups import assign
 from ...contract.train import TrainConfig
@@ -65,6 +66,10 @@ def settle(
         if unknown or ("params" in entry) == ("match" in entry):
             what = f"has the key {unknown[0]!r}" if unknown else "needs one of 'match' and 'params'"
             raise UsageError(f"{label} {what}", hint=_FORM)
+        for key, bounds in GROUP.items():
+            problem = None if entry.get(key) is None else bounds.problem(entry[key])
+            if problem:
+                raise UsageError(f"{label}: {key}: {problem}", hint=_FORM)
         settings.append(Group(_scale(label, entry, lr), entry.get("weight_decay")))
         patterns.append(entry.get("match", ()))
     try:

@@ -34,6 +34,8 @@ from ..comm import Alone, Comm, Pending
 from ..model.flat import FlatUnit
 from .buckets import IN_FLIGHT, Bucket, Place, expected, order, places_of, pools
 
+DENSE = "gradients are partitioned as dense ones; sparse=False gives the same numbers"
+
 
 @dataclass
 class _Flight:
@@ -176,6 +178,8 @@ class GradientFlow:
                 f"the gradient of parameter {place.name} came twice in one backward",
                 hint="it is used in several parts that run a backward of their own: checkpoint(…, use_reentrant=False)",
             )
+        if gradient.is_sparse:
+            raise UsageError(f"the gradient of parameter {place.name} is sparse", hint=DENSE)
         place.micro_step = self._micro_step
         self._arrivals.append(place)
         fresh = place.step != self._step
