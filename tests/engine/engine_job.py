@@ -112,7 +112,7 @@ class Job:
         )
 
 
-def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float = 90.0) -> list[int]:
+def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float = 240.0) -> list[int]:
     try:
         return [p.wait(timeout_s) for p in processes]
     finally:

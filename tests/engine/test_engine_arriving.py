@@ -158,7 +158,7 @@ def test_there_is_nothing_to_overlap_at_other_stages(stage: int) -> None:
 
 def _one_reads(rank: int, world: int, profiled: bool) -> None:
     """Rank 0 alone reads, or is profiled, and then all meet by a message that is not the engine's."""
-    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=6)))
+    comm = connect(dist.new_group(timeout=datetime.timedelta(seconds=20)))
     assert isinstance(comm, HostComm)
     engine = _engine("gpt", True, 1, comm=comm)
     gather = comm.gather

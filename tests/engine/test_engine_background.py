@@ -163,5 +163,5 @@ def test_a_job_that_saves_in_the_background(tmp_path: Path) -> None:
     assert names == [["step-00000006", "step-00000007"]] * 2
     assert going.outcome().checkpoint == 7
     assert [s.digest for s in going.manifest(7).shards] == [s.digest for s in waiting.manifest(7).shards]
-    assert "step 2  copied for a checkpoint in 0.0" in going.log(0)
+    assert "step 2  copied for a checkpoint in " in going.log(0)
     assert json.loads((tmp_path / "going/checkpoints/step-00000006/manifest.json").read_text())["step"] == 6

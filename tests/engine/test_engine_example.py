@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from engine_job import ROOT, wait
@@ -13,10 +15,24 @@ from engine_job import ROOT, wait
 SCRIPT = ROOT / "jobs" / "examples" / "own_loop.py"
 
 
+@contextlib.contextmanager
+def _port() -> Iterator[int]:
+    """A port that nobody else gets meanwhile: bound and never listened at, which lets rank 0 bind it too."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
 def _run(folder: Path, world: int, **more: str) -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with _port() as port:
+        codes = wait(_start(folder, world, port, more))
+    text = (folder / "log-0").read_text()
+    assert codes == [0] * world, text
+    return text
+
+
+def _start(folder: Path, world: int, port: int, more: dict[str, str]) -> list[subprocess.Popen[bytes]]:
     processes = []
     for rank in range(world):
         env = {
@@ -35,21 +51,16 @@ def _run(folder: Path, world: int, **more: str) -> str:
             processes.append(
                 subprocess.Popen([sys.executable, str(SCRIPT)], env=env, stdout=log, stderr=subprocess.STDOUT)
             )
-    codes = wait(processes)
-    text = (folder / "log-0").read_text()
-    assert codes == [0] * world, text
-    return text
+    return processes
 
 
 def _torchrun(folder: Path) -> str:
     """As a user starts it who has torch and nothing of ours but the module."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    argv += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(SCRIPT)]
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    with _port() as port:
+        argv += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(SCRIPT)]
+        done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -154,7 +154,7 @@ def test_nothing_shared_every_node_holds_its_ranks_and_the_manifest(tmp_path: Pa
 
 def test_a_checkpoint_by_time_is_decided_by_rank_0_for_all(tmp_path: Path, corpus: Path) -> None:
     job = Job(tmp_path)
-    config = _config(corpus, steps=12, evaluate=None, checkpoint=Checkpointing(every_s=0.05))
+    config = _config(corpus, steps=12, evaluate=None, checkpoint=Checkpointing(every_s=0.002))
     assert job.run(config) == [0, 0]
     assert len(list((tmp_path / "checkpoints").glob("*/manifest.json"))) >= 2
 

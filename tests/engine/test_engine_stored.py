@@ -20,7 +20,7 @@ from launcher.contract.train import GPT as GPTConfig
 from launcher.engine.activations.lane import Lane
 from launcher.engine.activations.recompute import recompute
 from launcher.engine.activations.stored import Rows, Store
-from launcher.engine.comm import Alone, connect
+from launcher.engine.comm import Alone, connect, ending
 from launcher.engine.tensor.gpt import TensorGPT
 
 CONFIG = GPTConfig(layers=3, hidden=16, heads=4, seq_len=9, vocab=37, dropout=0.2)
@@ -73,6 +73,7 @@ def _train(model: TensorGPT, live: Live | None = None) -> tuple[str, list[int]]:
         torch.manual_seed(number)
         before = live.bytes if live else 0
         loss = model(batch[:, :-1], batch[:, 1:])
+        ending.wait_until_at_rest(30.0)  # gloo's thread may hold a small message a moment longer
         seen.append(live.bytes - before if live else 0)
         loss.backward()
         del loss
@@ -120,7 +121,6 @@ def _memory(rank: int, world: int) -> None:
             with live:
                 _train(model)  # rows are made, gradients too
                 _, seen = _train(model, live)
-            # The least of three: gloo's thread may hold a small message a moment longer.
             found[kind] = min(seen) + (store.rows.bytes if store else 0)
     finally:
         gc.enable()
