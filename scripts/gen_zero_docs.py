@@ -1,5 +1,6 @@
 """Writes the measured tables of docs/zero.md from real ranks (needs torch); ``--check`` says whether they are stale,
-``--print`` shows them. A small GPT, whole seconds; nothing in the tables is a time.
+``--print`` shows them. A small GPT, whole seconds; nothing in the tables is a time. ``--config`` does so with the table
+of the config's keys alone (``zero_config``), which measures nothing.
 
 Each measured number stands beside what it is held against, which is computed without the engine: Ψ and its formulas,
 an undistributed run of plain torch, the elements that a rank owns.
@@ -22,13 +23,14 @@ PAGE = ROOT / "docs" / "zero.md"
 import torch  # noqa: E402
 from engine_models import MODELS, batches, digest, relative, train, undistributed, whole_state  # noqa: E402
 from engine_ranks import run_ranks as _run_ranks  # noqa: E402
+from zero_config import rows as keys_of_the_config  # noqa: E402
 
 from launcher.contract.partition import Layout  # noqa: E402
 from launcher.contract.train import GPT as GPTConfig  # noqa: E402
 from launcher.contract.train import AdamW, Zero  # noqa: E402
-from launcher.engine import shardfile  # noqa: E402
 from launcher.engine.config import EngineConfig  # noqa: E402
 from launcher.engine.gpt import GPT  # noqa: E402
+from launcher.engine.saving import shardfile  # noqa: E402
 from launcher.engine.zero import ZeroEngine  # noqa: E402
 
 SIZES = GPTConfig(layers=3, hidden=45, heads=3, seq_len=16, vocab=251)
@@ -293,9 +295,15 @@ def reshard(saved: Sequence[tuple[int, int]] = SAVED) -> str:
     return _lines(heads.split(","), rows)
 
 
+def config() -> str:
+    return _lines(["key", "type", "default", "does something at", "meaning"], keys_of_the_config())
+
+
 # --- the page -------------------------------------------------------------------------------------------
 
-TABLES: dict[str, Callable[[], str]] = {"memory": memory, "volume": volume, "parity": parity, "reshard": reshard}
+TABLES: dict[str, Callable[[], str]] = {
+    "config": config, "memory": memory, "volume": volume, "parity": parity, "reshard": reshard,
+}  # fmt: skip
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -319,7 +327,8 @@ def _told(name: str, table: str) -> list[list[str]]:
 
 def main() -> int:
     page = PAGE.read_text(encoding="utf-8")
-    made = {name: table() for name, table in TABLES.items()}
+    wanted = ["config"] if "--config" in sys.argv[1:] else TABLES
+    made = {name: TABLES[name]() for name in wanted}
     if "--print" in sys.argv[1:]:
         sys.stdout.write("\n\n".join(made.values()) + "\n")
         return 0

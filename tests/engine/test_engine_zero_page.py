@@ -38,6 +38,12 @@ def test_the_page_shows_what_two_ranks_measure(scripts: Any) -> None:
         assert len(measured) > 8 and all(row in shown for row in measured), name
 
 
+def test_every_key_of_the_config_is_on_the_page(scripts: Any) -> None:
+    tables, _ = scripts
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.shown("config", page) == tables.config(), "scripts/gen_zero_docs.py --config"
+
+
 def test_every_row_of_the_page_holds_what_it_says(scripts: Any) -> None:
     tables, _ = scripts
     page = tables.PAGE.read_text(encoding="utf-8")
