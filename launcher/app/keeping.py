@@ -18,6 +18,7 @@ from ..checkpoints.export import Exported, Wish, export, refuse_dtype
 from ..checkpoints.foreign import collected, verify_foreign
 from ..checkpoints.parts import clear_abandoned
 from ..contract.errors import UsageError
+from ..contract.folder import step_of
 from ..contract.holdings import checkpoints_here
 from ..contract.lineage import left_behind, resumed_from
 from ..contract.pruning import remove_checkpoint
@@ -48,6 +49,28 @@ def step_at_home(run: Run, step: int | None) -> Path:
     return Path(str(run.paths.checkpoint(chosen).root))
 
 
+def step_in_folder(name: str, step: int | None) -> Path | None:
+    """A checkpoint in a folder that is no run's: of a loop of one's own, ``zero.save(FOLDER)``. ``name`` is that folder
+    or one step's in it; None where it says a run.
+
+    Raises UsageError where it is a path and no such checkpoint is there.
+    """
+    folder = Path(name).absolute()
+    manifests = [folder / "manifest.json"] if step_of(folder.name) is not None else folder.glob("step-*/manifest.json")
+    found = {step_of(path.parent.name): path.parent for path in manifests if path.is_file()}
+    steps = sorted(known for known in found if known is not None)
+    if not steps and "/" not in name and name not in (".", ".."):
+        return None
+    chosen = step if step is not None else max(steps, default=None)
+    if chosen not in steps:
+        have = ", ".join(map(str, steps)) or "none"
+        raise UsageError(
+            f"no checkpoint {'' if step is None else f'of step {step} '}in {name} (there: {have})",
+            hint="a path is a folder of step-N folders with a manifest.json each, or one of these",
+        )
+    return found[chosen]
+
+
 def verify_at_home(run: Run, step: int | None) -> Report:
     """Reads a checkpoint that is here whole; of a program that has its own, the one that was brought last, or the
     newest whose name says ``step``."""
@@ -58,20 +81,19 @@ def verify_at_home(run: Run, step: int | None) -> Report:
 
 
 def export_checkpoint(
-    run: Run,
+    folder: Path,
     target: Path,
     wish: Wish,
     *,
     form: str = "safetensors",
-    step: int | None = None,
     notice: Notice,
     progress: Progress | None = None,
 ) -> Exported:
-    """The parameters of a checkpoint at home, consolidated in the new folder ``target``, in one of ``FORMS``."""
+    """The parameters of a checkpoint's ``folder``, consolidated in the new folder ``target``, in one of ``FORMS``."""
     if form not in FORMS:
         raise UsageError(f"--form {form!r}: accepted are {', '.join(FORMS)}")
     refuse_dtype(wish.dtype)
-    return FORMS[form](step_at_home(run, step), target.absolute(), wish, notice, progress)
+    return FORMS[form](folder, target.absolute(), wish, notice, progress)
 
 
 def import_file(source: Path, target: Path, most_bytes: int, notice: Notice) -> tuple[Exported, str]:

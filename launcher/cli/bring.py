@@ -105,7 +105,7 @@ def _note(candidate: Candidate) -> str:
 
 @checkpoint_verbs.command("verify")
 def checkpoint_verify(
-    run: options.Run,
+    run: options.RunOrFolder,
     step: Annotated[
         int | None, typer.Option("--step", metavar="S", min=0, help="Default: the newest that is at home.")
     ] = None,
@@ -115,8 +115,12 @@ def checkpoint_verify(
 
     Exit 7 names rank, file and block of what is wrong.
     """
+    from ..app.keeping import step_in_folder
+    from ..checkpoints import verify
+
+    folder = step_in_folder(run, step)
     app = options.open_app()
-    report = app.verify(app.resolve(run), step)
+    report = app.verify(app.resolve(run), step) if folder is None else verify(folder)
     if as_json:
         show.data_json({**show.plain(report), "ok": report.ok})
     elif report.ok:

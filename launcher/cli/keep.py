@@ -34,7 +34,7 @@ def _bytes(text: str) -> int:
 
 
 def export_verb(
-    run: options.Run,
+    run: options.RunOrFolder,
     to: To,
     step: Annotated[
         int | None, typer.Option("--step", metavar="S", min=0, help="Default: the newest that is at home.")
@@ -54,14 +54,17 @@ def export_verb(
     needs a Python with torch (ZERUN_TORCH_PYTHON) and twice the bytes for a while. Exit 7 names a damaged block, 6 a
     disk without room; nothing half-written is left.
     """
-    from ..app.keeping import export_checkpoint
+    from ..app.keeping import export_checkpoint, step_at_home, step_in_folder
     from ..checkpoints.export import Wish
 
-    store = options.open_app().store
-    name = store.resolve(run)
+    folder, name = step_in_folder(run, step), run
+    if folder is None:
+        store = options.open_app().store
+        name = store.resolve(run)
+        folder = step_at_home(store.load(name), step)
     wish = Wish(dtype, _bytes(max_shard))
     with show.progress(f"exporting {name}") as advance:
-        made = export_checkpoint(store.load(name), to, wish, form=form, step=step, notice=show.note, progress=advance)
+        made = export_checkpoint(folder, to, wish, form=form, notice=show.note, progress=advance)
     if as_json:
         show.data_json(made)
         return

@@ -69,6 +69,15 @@ Run = Annotated[
         autocompletion=complete.runs,
     ),
 ]
+RunOrFolder = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run's id, a unique beginning of one, or `last`; or the path of a folder that zero.save() wrote.",
+        show_default=False,
+        autocompletion=complete.runs,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Prints one JSON value instead of text.")]
 
 

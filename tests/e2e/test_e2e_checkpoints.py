@@ -20,6 +20,23 @@ def _flip(shard: Path) -> None:
 
 
 @pytest.mark.full
+def _by_path(laptop: Site, run: str) -> None:
+    """A folder of checkpoints that is no run's, as a loop of one's own saves it: the same bytes come of it."""
+    own = laptop.folder / "own"
+    shutil.copytree(laptop.run_folder(run) / "checkpoints", own)
+    newest = max(path.name for path in own.glob("step-*"))
+    model = (laptop.folder / "model/model.safetensors").read_bytes()
+    ways = (["own", "--step", "6"], ["./own/step-00000006"], [str(own), "--step", "6"])
+    for number, (name, *words) in enumerate(ways):
+        laptop.zerun("ckpt", "export", name, *words, "--to", str(laptop.folder / f"own{number}"))
+        assert (laptop.folder / f"own{number}/model.safetensors").read_bytes() == model
+    assert f"step {int(newest[5:])}: " in laptop.zerun("ckpt", "verify", "./own").stdout
+    said = laptop.zerun("ckpt", "verify", "./own", "--step", "7", code=2).stderr
+    assert "no checkpoint of step 7 in ./own (there: 4, 6, 8" in said
+    said = laptop.zerun("ckpt", "export", "./none", "--to", "x", code=2).stderr
+    assert "no checkpoint in ./none (there: none)" in said
+
+
 def test_a_checkpoints_life(laptop: Site) -> None:
     job = GPT.format(name="life", nodes=1, stage=3, steps=16, every=4).replace("keep: 3", "keep: 5, background: true")
     laptop.write("jobs/life.yaml", job)
@@ -48,6 +65,7 @@ def test_a_checkpoints_life(laptop: Site) -> None:
 
     # One whole model of it, in fp32 and in bf16; a new job begins with it where this one ended.
     laptop.zerun("ckpt", "export", run, "--to", str(laptop.folder / "model"))
+    _by_path(laptop, run)
     laptop.zerun("ckpt", "export", run, "--to", str(laptop.folder / "half"), "--dtype", "bf16", "--max-shard", "50KB")
     whole, half = read_weights(laptop.folder / "model"), read_weights(laptop.folder / "half")
     assert {n: s.shape for n, s in whole.items()} == {n: s.shape for n, s in half.items()}
