@@ -88,7 +88,7 @@ class EngineConfig:
         try:
             return from_plain(cls, config, "config")
         except PlainError as error:
-            # In the message: a script's traceback shows no hint.
+            # In the message: a traceback shows a hint from Python 3.11 on.
             raise UsageError(f"{error}; {error.hint}" if error.hint else str(error)) from None
 
     def with_stage(self, stage: int) -> EngineConfig:
