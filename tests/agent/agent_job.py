@@ -22,7 +22,7 @@ from launcher.contract.records import NodeRecord, ProcessId
 PACKAGE = Path(__file__).resolve().parents[2] / "launcher"
 
 
-def until(check: Callable[[], Any], limit_s: float = 10.0) -> Any:
+def until(check: Callable[[], Any], limit_s: float = 40.0) -> Any:
     """What ``check`` returns, once it is true. Fails when that takes longer than ``limit_s``."""
     end = time.monotonic() + limit_s
     while True:
@@ -74,7 +74,7 @@ class Job:
         self.agents[node] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env)
         return self.agents[node]
 
-    def run(self, limit_s: float = 20.0) -> int:
+    def run(self, limit_s: float = 40.0) -> int:
         return self.agent().wait(limit_s)
 
     def verb(self, verb: str, **request: Any) -> tuple[int, dict[str, Any]]:

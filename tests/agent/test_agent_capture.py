@@ -52,7 +52,7 @@ def test_an_orphan_that_holds_the_pipe_does_not_hold_the_agent(job: MakeJob) -> 
     one = job("sh", "-c", "setsid sleep 300 & echo over")
     begun = time.monotonic()
     assert one.run() == 0
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 30
     assert one.log(0) == b"over\n"
 
 
@@ -105,5 +105,5 @@ def test_a_record_and_agent_log_on_a_full_disk_stop_nobody(job: MakeJob, tiny_di
     with open(tiny_disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
         while True:
             filler.write(b"x" * 4096)
-    assert agent.wait(20) == 0
+    assert agent.wait(40) == 0
     assert (tiny_disk.parent / "done").exists()

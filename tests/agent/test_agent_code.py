@@ -46,7 +46,7 @@ def test_one_node_unpacks_for_all_that_share(job: MakeJob, tmp_path: Path) -> No
     one = job("cat", "word", code=bundle, nodes=nodes)
     one.agent("b")
     one.agent("a")
-    assert [one.agents[n].wait(20) for n in "ab"] == [0, 0]
+    assert [one.agents[n].wait(40) for n in "ab"] == [0, 0]
     assert one.log(0) == one.log(1) == b"shared\n"
 
 

@@ -36,7 +36,7 @@ def _seen(one: Job, tmp_path: Path, rank: int = 0) -> dict[str, str]:
 
 
 def _ran(one: Job, tmp_path: Path, env: dict[str, str] | None = None) -> dict[str, str]:
-    assert one.agent(env=env).wait(20) == 0
+    assert one.agent(env=env).wait(40) == 0
     return _seen(one, tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_slurm_says_who_we_are(job: MakeJob, tmp_path: Path) -> None:
         "SLURM_NTASKS_PER_NODE": "1",
         "CUDA_VISIBLE_DEVICES": "0,1",
     }
-    assert one.agent("", env={**os.environ, **slurm}).wait(20) == 0
+    assert one.agent("", env={**os.environ, **slurm}).wait(40) == 0
     seen = _seen(one, tmp_path)
     assert (seen["SLURM_JOB_ID"], seen["CUDA_VISIBLE_DEVICES"], seen["ZERUN_NODE"]) == ("7", "0,1", "gpu07")
     assert not [name for name in seen if name.startswith("SLURM_NTASKS")]

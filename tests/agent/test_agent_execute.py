@@ -67,4 +67,4 @@ def test_beside_a_rank(job: MakeJob, tmp_path: Path) -> None:
         said = next(line for line in lines if line.strip())  # an empty one now and then asks whether anybody reads
         shell = int(base64.b64decode(json.loads(said)["data"]))
         assert lives(shell)
-    assert left.wait(20) == 141 and not lives(shell)
+    assert left.wait(40) == 141 and not lives(shell)

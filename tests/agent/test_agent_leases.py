@@ -115,7 +115,7 @@ def test_no_rank_starts_before_every_node_holds_its_slots(job: MakeJob, mine: Le
     again = job("sh", "-c", "echo begun", nodes=nodes, attempt=1, run="again", run_dir=f"{one.spec.run_dir}-again")
     for node in nodes:
         again.agent(node.name)
-    assert [again.agents[n.name].wait(20) for n in nodes] == [0, 0] and again.log(1) == b"begun\n"
+    assert [again.agents[n.name].wait(40) for n in nodes] == [0, 0] and again.log(1) == b"begun\n"
 
 
 def test_the_devices_that_were_leased_are_what_ranks_see(job: MakeJob, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_two_attempts_never_run_at_once(job: MakeJob, tmp_path: Path) -> None:
     until(pid_file.exists)
     trains = int(pid_file.read_text())
     agent.send_signal(signal.SIGKILL)
-    agent.wait(10)
+    agent.wait(40)
     assert lives(trains), "the kernel ends the rank alone"
 
     second = first.write(attempt=2, token=os.urandom(16).hex())
@@ -30,7 +30,7 @@ def test_two_attempts_never_run_at_once(job: MakeJob, tmp_path: Path) -> None:
         (note,) = [n for n in second.record().notes if "attempt 1" in n]
         assert "whose agent had been killed" in note
         agent.send_signal(signal.SIGTERM)
-        agent.wait(20)
+        agent.wait(40)
 
 
 def test_an_agent_that_was_taken_for_dead_gives_way(job: MakeJob) -> None:
@@ -42,6 +42,6 @@ def test_an_agent_that_was_taken_for_dead_gives_way(job: MakeJob) -> None:
     second = first.folder.parent / "2"
     second.mkdir()
     (second / "launch.json").write_bytes((first.folder / "launch.json").read_bytes())
-    assert agent.wait(20) == 128 + signal.SIGTERM and not lives(rank)
+    assert agent.wait(40) == 128 + signal.SIGTERM and not lives(rank)
     failure = first.record().failure
     assert failure is not None and "next attempt" in failure.message

@@ -45,7 +45,7 @@ def killed(one: Job, pid_file: Path, sessions: int = 1) -> int:
     # At least: the agent looks for sessions again and again, and may have seen what the rank has started by now.
     until(lambda: len(json.loads(lease_file(0).read_text())["sessions"]) >= sessions)
     agent.send_signal(signal.SIGKILL)
-    agent.wait(10)
+    agent.wait(40)
     until(lambda: not lives(rank))
     assert lives(started)
     return started
@@ -108,7 +108,7 @@ def test_the_next_attempt_of_the_run_itself_is_not_refused(job: MakeJob, tmp_pat
         assert first.record().leased == (0,) and not lives(started)
         assert any("whose agent had been killed" in note for note in first.record().notes)
         agent.send_signal(signal.SIGTERM)
-        agent.wait(20)
+        agent.wait(40)
 
 
 def test_what_a_rank_forks_keeps_the_lock_itself(job: MakeJob, tmp_path: Path) -> None:

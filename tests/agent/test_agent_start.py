@@ -48,7 +48,7 @@ def test_two_starts_at_once_make_one_agent(job: MakeJob) -> None:
         assert start.stdout
         answers.append(json.loads(start.stdout.read()))
         start.stdout.close()
-        assert start.wait(20) == 0
+        assert start.wait(40) == 0
     assert answers[0] == answers[1]
     until(lambda: one.state() == "running")
     assert len(one.record().ranks) == 1
@@ -111,12 +111,12 @@ def test_unknown_verbs_and_bad_requests_answer(job: MakeJob) -> None:
 
 
 def test_stop_does_not_wait_longer_than_its_own_grace(job: MakeJob) -> None:
-    one = job("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done", grace_s=10)
+    one = job("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done", grace_s=60)
     assert one.verb("start", node="localhost")[0] == 0
     until(lambda: one.log(0) == b"up\n")
     begun = time.monotonic()
     one.verb("stop", grace_s=0.5)
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 12, "13 s is the longest grace"
     record = one.record()
     assert record.state == "ended" and record.failure is not None and record.failure.kind == "cancelled"
     assert record.ranks[0].signal == 9 and record.ranks[0].stopped_by_us
