@@ -137,7 +137,8 @@ def _refuse_overlap(found: Mapping[str, Stored]) -> None:
 
 
 class Misfit(NamedTuple):
-    """A name that is ``missing`` there, ``unexpected``, of another ``shape``, or of no float ``dtype``."""
+    """A name that is ``missing`` there, ``unexpected``, of another ``shape``, of no float ``dtype``, or a ``buffer`` of
+    another kind of number."""
 
     kind: str
     name: str
@@ -150,7 +151,7 @@ class Misfit(NamedTuple):
             return f"dtype       {self.name}: {self.tag} there, floating point in the model (quantized weights?)"
         if self.kind == "shape":
             return f"shape       {self.name}: {list(self.theirs)} there, {list(self.ours)} in the model"
-        return f"{self.kind:<11} {self.name}"
+        return f"{self.kind:<11} {self.name}{f': {self.tag}' if self.tag else ''}"
 
 
 def misfits(

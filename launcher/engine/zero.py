@@ -150,6 +150,7 @@ class ZeroEngine:
         self.skipped = 0  # steps whose update was left out, those before the checkpoint that was loaded too
         self.losses = Losses()
         self.background: Background | None = None
+        self.half_loaded = ""  # what was being read when a load failed
         attached.handles += [
             tensor.register_post_accumulate_grad_hook(self._hook(number, index))  # type: ignore[no-untyped-call]
             for number, flat in enumerate(self.units)
@@ -234,6 +235,11 @@ class ZeroEngine:
                 self.gathering.end_backward(failed=self._broken)
 
     def _refuse_after_failure(self) -> None:
+        if self.half_loaded:
+            raise UsageError(
+                f"{self.half_loaded}: reading it failed after it had begun; what the model holds is half of it",
+                hint="load another checkpoint, or make the model and its engine anew",
+            )
         if self._broken:
             raise UsageError(
                 "an earlier backward raised an error: its gradients are incomplete, its messages maybe under way",
@@ -375,7 +381,8 @@ class ZeroEngine:
     def save(
         self, folder: str | Path, step: int, extra: Mapping[str, Any] | None = None, *, background: bool = False
     ) -> Path:
-        """Writes ``folder/step-N``: this rank's shard, then, once all are durable, the manifest.
+        """Writes ``folder/step-N``: this rank's shard, then, once all are durable, the manifest. Every rank calls it
+        with the same folder and step, between two steps; ``extra`` is rank 0's, JSON, and :meth:`load` returns it.
 
         With ``background`` it returns when the state is copied; the manifest comes with the next save, or with
         :meth:`finish_saving`, which has to be called before the process ends.
@@ -386,6 +393,16 @@ class ZeroEngine:
         self.finish_saving()
         return checkpoint.save(self, Path(folder), step, about)
 
+    def check_between_steps(self) -> None:
+        """Raises :class:`UsageError` where what is held is not the state between two steps: nothing to save."""
+        self._refuse_after_failure()
+        if self.micro_step:
+            raise UsageError(
+                f"save was called after {self.micro_step} of {self.config.accumulation} micro-steps of a step: "
+                "no checkpoint holds their gradient",
+                hint="save after step(), or before the step's first backward",
+            )
+
     def saves_in_background(self) -> Background:
         """What saves in the background; its copy is allocated at the first call."""
         if self.background is None:
@@ -393,7 +410,8 @@ class ZeroEngine:
         return self.background
 
     def finish_saving(self) -> int | None:
-        """Waits for a save in the background; every rank calls it. Returns its step, None where none was under way."""
+        """Waits for a save in the background, until its manifest is there; every rank calls it. Returns its step, None
+        where none was under way."""
         return None if self.background is None else self.background.finish()
 
     def load_weights(self, path: str | Path) -> int:
@@ -401,7 +419,8 @@ class ZeroEngine:
         return load_weights(self, Path(path))
 
     def load(self, folder: str | Path, step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Reads the newest whole checkpoint below ``folder`` (or that of ``step``); returns (step, extra)."""
+        """Reads the newest whole checkpoint below ``folder`` (or that of ``step``); returns (step, extra). Micro-steps
+        of a step that had begun are forgotten. After a load that failed on its way only another one helps."""
         manifest = checkpoint.load(self, Path(folder), step)
         return manifest.step, manifest.extra or {}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...contract.manifest import Manifest, ShardFile
 from . import checkpoint
+from .agreed import by_all
 from .shardfile import Entry
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Background:
 
     def begin(self, folder: Path, step: int, about: checkpoint.About) -> Path:
         """Takes the state; returns when training may go on. Waits for the save before it, which uses the copy."""
-        self.finish()
+        if self._under_way is not None:
+            self.publish()
         engine = self._engine
         target = checkpoint.begin(engine, folder, step, about)
         shard = None
@@ -89,14 +91,27 @@ class Background:
         return True
 
     def publish(self) -> int:
-        """Writes the manifest; all ranks, once it is agreed that all are durable. Returns the step."""
-        now = self._under_way
-        assert now is not None
-        shard = now.shard.result() if now.shard is not None else None
-        checkpoint.publish(self._engine, now.target, now.manifest, now.about, shard)
-        self._under_way = None
+        """Writes the manifest; all ranks, once it is agreed that all are durable. Returns the step, on other ranks
+        maybe before the manifest is there: :meth:`finish` waits for it."""
+        now, gathered = self._gathered()
+        checkpoint.publish(self._engine, now.target, gathered, now.about)
         return now.step
 
+    def _gathered(self) -> tuple[_UnderWay, checkpoint.Gathered]:
+        now, self._under_way = self._under_way, None
+        assert now is not None
+
+        def written() -> ShardFile | None:
+            return None if now.shard is None else now.shard.result()
+
+        return now, checkpoint.gather_shards(self._engine, now.target, now.manifest, written)
+
     def finish(self) -> int | None:
-        """Waits for the checkpoint under way, if there is one, and publishes it; returns its step."""
-        return None if self._under_way is None else self.publish()
+        """Waits for the checkpoint under way, if there is one, until its manifest is there, on every rank; returns its
+        step."""
+        if self._under_way is None:
+            return None
+        now, gathered = self._gathered()
+        with by_all(self._engine.ranks.world, "checkpoint written", self._engine.device):
+            checkpoint.publish(self._engine, now.target, gathered, now.about)
+        return now.step

@@ -8,34 +8,35 @@ ranks, and reads no others.
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
+import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ...contract.damage import is_note, note_damage
+from ...contract.damage import is_note
 from ...contract.errors import UsageError, VerificationFailed
 from ...contract.folder import CheckpointFolder, rank_of, step_of
-from ...contract.holdings import read_shards
+from ...contract.holdings import identity, read_shards
 from ...contract.lineage import left_behind, resumed_from
 from ...contract.manifest import FORMAT, Manifest, ShardFile
-from ...contract.partition import Copy
+from ...contract.partition import Layout
 from ...contract.plain import PlainError, from_plain, read_file, to_plain, write_atomically
 from ...contract.pruning import remove_checkpoint
-from ...contract.slices import reshard_tensor
-from ..comm import barrier, gather_bytes
+from ..comm import barrier
 from . import shardfile
+from .agreed import agree_on_place, by_all, check_extra, check_place
+from .filling import PARAMETERS, fill, overwriting, persistent_buffers, settle
 
 if TYPE_CHECKING:
     from ..zero import ZeroEngine
 
-PARAMETERS = "parameters"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,19 @@ def step_folder(folder: Path, step: int) -> Path:
 
 @torch.no_grad()
 def save(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
-    """Writes ``folder/step-N`` by all ranks together; returns it once its manifest is there."""
+    """Writes ``folder/step-N`` by all ranks together; returns its absolute path once its manifest is there.
+
+    Raises :class:`UsageError` on all ranks, before anything is written, where they would not write one checkpoint,
+    where ``about.extra`` is no JSON, and where the engine holds no state between two steps.
+    """
     target = begin(engine, folder, step, about)
-    shard = write_shard(engine, target, entries_of(engine), about) if writes_shard(engine) else None
-    publish(engine, target, draft(engine, step, about), about, shard)
-    barrier(engine.ranks.world, "checkpoint written", engine.device)
+
+    def written() -> ShardFile | None:
+        return write_shard(engine, target, entries_of(engine), about) if writes_shard(engine) else None
+
+    gathered = gather_shards(engine, target, draft(engine, step, about), written)
+    with by_all(engine.ranks.world, "checkpoint written", engine.device):
+        publish(engine, target, gathered, about)
     return target
 
 
@@ -73,12 +82,32 @@ def begin(engine: ZeroEngine, folder: Path, step: int, about: About) -> Path:
     """The folder for the shards. A checkpoint of this step that another attempt left there is none from now on: what
     is half of one and half of the other must not look whole."""
     engine.finish_gathering()
-    target = step_folder(folder, step)
-    target.mkdir(parents=True, exist_ok=True)
-    if _writes_manifest(engine, about):
-        (target / "manifest.json").unlink(missing_ok=True)
-    barrier(engine.ranks.world, "checkpoint begun", engine.device)
+    world, device = engine.ranks.world, engine.device
+    with by_all(world, "comparing what is saved", device) as told:
+        engine.check_between_steps()
+        check_extra(about.extra)
+        _check_dtypes(engine)
+        agree_on_place(told, folder, step, "" if about.shared else _node(about))
+    check_place(told)
+    target = step_folder(Path(os.path.abspath(folder)), step)
+    with by_all(world, "checkpoint begun", device), shardfile.told_of(world.rank, target):
+        target.mkdir(parents=True, exist_ok=True)
+        if _writes_manifest(engine, about):
+            (target / "manifest.json").unlink(missing_ok=True)
     return target
+
+
+def _check_dtypes(engine: ZeroEngine) -> None:
+    for name, buffer in persistent_buffers(engine.model):
+        if shardfile.tag_of(buffer.dtype) is None:
+            raise UsageError(
+                f"buffer {name} is of {buffer.dtype}, which no checkpoint can hold",
+                hint="register_buffer(…, persistent=False), where it can be made anew",
+            )
+
+
+def _node(about: About) -> str:
+    return about.node or socket.gethostname()
 
 
 def writes_shard(engine: ZeroEngine) -> bool:
@@ -93,7 +122,7 @@ def _writes_manifest(engine: ZeroEngine, about: About) -> bool:
 def write_shard(engine: ZeroEngine, target: Path, entries: Sequence[shardfile.Entry], about: About) -> ShardFile:
     rank = engine.ranks.world.rank
     path = Path(CheckpointFolder(PurePosixPath(target)).shard(rank))
-    return shardfile.write(path, entries, rank=rank, node=about.node or socket.gethostname())
+    return shardfile.write(path, entries, rank=rank, node=_node(about))
 
 
 def draft(engine: ZeroEngine, step: int, about: About) -> Manifest:
@@ -124,22 +153,73 @@ def draft(engine: ZeroEngine, step: int, about: About) -> Manifest:
     )
 
 
-def publish(engine: ZeroEngine, target: Path, manifest: Manifest, about: About, shard: ShardFile | None) -> None:
-    """Makes a checkpoint of shards that are all durable: every rank calls it, the manifest comes last."""
-    row = {"shard": to_plain(shard), "time": manifest.written_at, "data_state": manifest.data_state}
-    gathered = gather_bytes(engine.ranks.world, json.dumps(row).encode(), "checkpoint digests", engine.device)
+class Gathered(NamedTuple):
+    """A manifest with all shards, and the files that ranks on this boot of this machine have written."""
+
+    manifest: Manifest
+    host: set[str]
+
+
+def gather_shards(
+    engine: ZeroEngine, target: Path, manifest: Manifest, written: Callable[[], ShardFile | None]
+) -> Gathered:
+    """Every rank's shard as ``written`` returns it once it is durable, with what a manifest needs of the others."""
+    with by_all(engine.ranks.world, "checkpoint digests", engine.device) as told:
+        shard = written()
+        boot = (identity(str(target)) or [""])[0]
+        told.own = [to_plain(shard), boot, manifest.written_at, manifest.data_state]
+    rows = told.everyone
+    found = [(from_plain(ShardFile, shard), boot) for shard, boot, _, _ in rows if shard is not None]
+    host = {shard.file for shard, boot in found if boot == told.own[1]}
+    shards = tuple(shard for shard, _ in found)
+    # One time and one state of the data for all who write a manifest: ranks compare them.
+    return Gathered(replace(manifest, shards=shards, written_at=rows[0][2], data_state=rows[0][3]), host)
+
+
+def publish(engine: ZeroEngine, target: Path, gathered: Gathered, about: About) -> None:
+    """Makes a checkpoint of shards that are all durable: the manifest comes last. Nothing is sent.
+
+    Raises :class:`VerificationFailed` where a shard that a rank of this host has written is not in the folder.
+    """
     if not _writes_manifest(engine, about):
         return
-    rows = [json.loads(r) for r in gathered]
-    shards = tuple(from_plain(ShardFile, r["shard"]) for r in rows if r["shard"] is not None)
-    here = {s.file for s in shards if about.shared or s.node == about.node}
-    for file in target.iterdir():
-        # Of an attempt that had other ranks, or was killed while it wrote.
-        if file.name not in here and (rank_of(file.name.lstrip(".")) is not None or is_note(file.name)):
-            file.unlink(missing_ok=True)
-    # One time and one state of the data for all who write a manifest: ranks compare them.
-    manifest = replace(manifest, shards=shards, data_state=rows[0]["data_state"], written_at=rows[0]["time"])
-    write_atomically(target / "manifest.json", manifest.to_bytes(), durable=True)
+    shards, node = gathered.manifest.shards, _node(about)
+    here = {s.file for s in shards if about.shared or s.node == node}
+    _look_for(target, [s for s in shards if s.file in here], {s.file for s in shards if s.node == node} & gathered.host)
+    with shardfile.told_of(engine.ranks.world.rank, target):
+        for file in target.iterdir():
+            # Of an attempt that had other ranks, or was killed while it wrote.
+            half = file.name.startswith(".manifest.json.") or rank_of(file.name.lstrip(".")) is not None
+            if file.name not in here and (half or is_note(file.name)):
+                file.unlink(missing_ok=True)
+        write_atomically(target / "manifest.json", gathered.manifest.to_bytes(), durable=True)
+
+
+def _look_for(target: Path, shards: Sequence[ShardFile], ours: set[str]) -> None:
+    """That the shards are in the folder: those of this host's ranks (``ours``) have to be, others may lie on disks of
+    their own."""
+    elsewhere = []
+    for shard in shards:
+        try:
+            size = os.stat(target / shard.file).st_size
+        except OSError:
+            size = -1
+        if size == shard.bytes:
+            continue
+        if shard.file in ours:
+            found = "is not there" if size < 0 else f"has {size} bytes, not {shard.bytes}"
+            raise VerificationFailed(
+                f"{target / shard.file}, which rank {shard.rank} wrote on this host, {found}: no checkpoint is made",
+                hint="give all ranks one folder that each of them sees, and let nothing else write there",
+            )
+        elsewhere.append(shard)
+    if elsewhere:
+        first, nodes = elsewhere[0], sorted({s.node for s in elsewhere})
+        _log.warning(
+            "%s: shards of other hosts (%s) are not to be seen from here: %d, the first is rank %d's. If hosts share "
+            "no disk, bring shards and manifest together before a load",
+            target, ", ".join(nodes[:4]), len(elsewhere), first.rank,
+        )  # fmt: skip
 
 
 def entries_of(engine: ZeroEngine) -> list[shardfile.Entry]:
@@ -158,12 +238,6 @@ def entries_of(engine: ZeroEngine) -> list[shardfile.Entry]:
         for name, buffer in persistent_buffers(engine.model):
             entries.append(shardfile.Entry(f"buffer/{name}", (buffer,), tuple(buffer.shape)))
     return entries
-
-
-def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers that a state dict would hold."""
-    persistent = set(model.state_dict(keep_vars=True))
-    return [(name, b) for name, b in model.named_buffers() if name in persistent]
 
 
 # --- loading --------------------------------------------------------------------------------------------
@@ -220,93 +294,46 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
     says, :class:`UsageError` when the model is another.
     """
     engine.finish_gathering()
-    target, manifest, data = read_manifest(folder, step)
-    digests = gather_bytes(engine.ranks.world, hashlib.sha256(data).digest(), "comparing manifests", engine.device)
-    if len(set(digests)) > 1:
-        other = next(i for i, d in enumerate(digests) if d != digests[0])
+    world, device = engine.ranks.world, engine.device
+    with by_all(world, "comparing manifests", device) as told:
+        target, manifest, data = read_manifest(folder, step)
+        told.own = hashlib.sha256(data).hexdigest()
+    if len(set(told.everyone)) > 1:
+        other = next(i for i, d in enumerate(told.everyone) if d != told.everyone[0])
         raise VerificationFailed(f"rank {other} reads another manifest in {target} than rank 0")
     saved, ours = manifest.scalars.get("optimizer"), engine.optimizer.name
     if saved and ours and saved != ours:
         raise UsageError(
             f"{target} was saved with the optimizer {saved}, not {ours}", hint="state of one is none of another"
         )
-    _read_shards(engine, target, manifest)
-    engine.optimizer.updates = int(manifest.scalars.get("optimizer_updates", 0))
-    engine.optimizer.restore(manifest.scalars.get("optimizer_scalars", {}))
-    if engine.loss_scale.adapts and manifest.scalars.get("loss_scale", 1.0) != 1.0:
-        engine.loss_scale.value = float(manifest.scalars["loss_scale"])
-        engine.loss_scale.good_steps = int(manifest.scalars["loss_scale_good_steps"])
-    engine.skipped = int(manifest.scalars.get("skipped", 0))
-    settle(engine)
-    barrier(engine.ranks.world, "checkpoint loaded", engine.device)
+    with overwriting(engine, f"checkpoint {target}") as wrote:
+        with by_all(world, "reading the checkpoint", device, wrote):
+            lacking = fill(engine, target, manifest, wrote)
+        fresh = _newly_trained(engine, target, manifest.layout, lacking)
+        engine.optimizer.updates = int(manifest.scalars.get("optimizer_updates", 0))
+        engine.optimizer.restore(manifest.scalars.get("optimizer_scalars", {}), fresh)
+        if engine.loss_scale.adapts and manifest.scalars.get("loss_scale", 1.0) != 1.0:
+            engine.loss_scale.value = float(manifest.scalars["loss_scale"])
+            engine.loss_scale.good_steps = int(manifest.scalars["loss_scale_good_steps"])
+        engine.skipped = int(manifest.scalars.get("skipped", 0))
+        settle(engine)
+        barrier(world, "checkpoint loaded", device)
     return manifest
 
 
-def settle(engine: ZeroEngine) -> None:
-    """After what this rank owns was filled from outside: the working parameters follow, on all ranks."""
-    for flat in engine.units:
-        flat.master_to_parameters()
-    if engine.stage.shards_optimizer and not engine.stage.shards_parameters:
-        for flat in engine.units:
-            flat.gather_updated()
-        for flat in engine.units:
-            flat.wait()
-    if engine.gathering is not None:
-        engine.gathering.release_all()
-
-
-def _read_shards(engine: ZeroEngine, target: Path, manifest: Manifest) -> None:
-    """Reads file by file, in rising order of bytes."""
-    old = manifest.layout
-    comm = engine.shard
-    held = [comm.rank] if engine.stage.shards_optimizer else list(range(comm.size))
-    wanted: dict[int, list[tuple[str, int, Tensor]]] = {}
-    for rank in held:
-        try:
-            copies = reshard_tensor(old, engine.layout, rank, engine.ranks.tensor.rank)
-        except ValueError as error:
-            raise UsageError(f"{target}: {error}", hint="the checkpoint is of another model") from error
-        for copy in copies:
-            flat = engine.units[copy.unit]
-            name = old.units[copy.source_unit].name
-            kinds = [(PARAMETERS, flat.parameters_of(rank))]
-            if flat.moments:
-                kinds += [(m, flat.moments_of(i, rank)) for i, m in enumerate(engine.optimizer.moments)]
-            for kind, runs in kinds:
-                for offset, tensor in _slices(runs, copy):
-                    wanted.setdefault(copy.source_rank, []).append((f"{name}/{kind}", offset, tensor))
-    shards = {s.rank: s for s in manifest.shards}
-    buffers = dict(persistent_buffers(engine.model))
-    for rank in sorted({*wanted, *([0] if buffers else [])}):
-        if rank not in shards:
-            raise VerificationFailed(f"{target}: the manifest names no shard of rank {rank}")
-        try:
-            _read_shard(target, manifest, shards[rank], wanted.get(rank, []), buffers if rank == 0 else {})
-        except shardfile.DamagedBlock as error:
-            note_damage(str(target), rank, shards[rank].file, error.found)
-            raise
-
-
-def _read_shard(
-    target: Path, manifest: Manifest, shard: ShardFile, wanted: Sequence[tuple[str, int, Tensor]], buffers: Any
-) -> None:
-    with shardfile.Reader(target, shard) as reader:
-        for name, at, tensor in sorted(wanted, key=lambda row: (reader.offset(row[0]), row[1])):
-            reader.into(name, at, tensor)
-        for name, buffer in buffers.items():
-            if name not in manifest.buffers:
-                raise UsageError(f"{target}: buffer {name} is not in the checkpoint")
-            reader.into(f"buffer/{name}", 0, buffer)
-
-
-def _slices(runs: Sequence[Tensor], copy: Copy) -> Iterator[tuple[int, Tensor]]:
-    """The elements of ``copy`` among ``runs`` (a shard in pieces): (source offset, target)."""
-    begin = 0
-    for run in runs:
-        start, stop = max(copy.offset, begin), min(copy.offset + copy.numel, begin + run.numel())
-        if start < stop:
-            yield copy.source_offset + start - copy.offset, run[start - begin : stop - begin]
-        begin += run.numel()
+def _newly_trained(engine: ZeroEngine, target: Path, old: Layout, lacking: set[str]) -> list[str]:
+    """The parameters that were frozen in the checkpoint: the optimizer begins anew with them, as torch's does with new
+    ones. Rank 0's log says so, and which of its tensors are not there of others."""
+    trained = [p.name for unit in engine.layout.units if unit.trainable for p in unit.parameters]
+    fresh = [name for name in trained if not old.by_name[name].trainable]
+    rows = [name.rpartition("/") for name in lacking]
+    moments = {moment for unit, _, moment in rows if unit in {u.name for u in old.units if u.trainable}}
+    more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
+    new = [", ".join(fresh[:3]) + more] if fresh else []
+    for what in [*new, *sorted(moments)]:
+        if engine.ranks.world.rank == 0:
+            _log.warning("%s has no optimizer state of %s: it begins anew", target, what)
+    return fresh
 
 
 def prune(folder: Path, keep: int) -> list[int]:

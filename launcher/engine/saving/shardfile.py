@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,23 +75,31 @@ def write(path: Path, entries: Sequence[Entry], *, rank: int, node: str) -> Shar
     """Writes the file durably and returns its size and digests. Raises ``NoSpace`` when the disk is full."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(beside, "wb") as file:
-            digests = _Digests()
-            for data in _stream(entries):
-                digests.update(data)
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace(f"rank {rank}: no space for {path}", hint="free some, or keep fewer checkpoints") from error
-        raise JobFailed(f"rank {rank}: {path} could not be written: {error.strerror}") from error
+        with told_of(rank, path):
+            with open(beside, "wb") as file:
+                digests = _Digests()
+                for data in _stream(entries):
+                    digests.update(data)
+                    file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+            sync_folder(path.parent)
     finally:
         beside.unlink(missing_ok=True)
     whole, blocks = digests.done()
     return ShardFile(rank=rank, node=node, file=path.name, bytes=digests.bytes, digest=whole, blocks=blocks)
+
+
+@contextlib.contextmanager
+def told_of(rank: int, path: Path) -> Iterator[None]:
+    """What the system says inside, as an error that names who could not write, and where."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(f"rank {rank}: no space for {path}", hint="free some, or keep fewer checkpoints") from error
+        raise JobFailed(f"rank {rank}: {path} could not be written: {error.strerror}") from error
 
 
 def _stream(entries: Sequence[Entry]) -> Iterator[Any]:
@@ -246,6 +255,14 @@ class Reader:
             raise VerificationFailed(f"shard {self.path} of rank {self.shard.rank} has no tensor {name}")
         return self._base + int(self._header[name]["data_offsets"][0])
 
+    def has(self, name: str) -> bool:
+        return name in self._header
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of tensor ``name``."""
+        self.offset(name)  # raises where there is none
+        return tuple(self._header[name]["shape"]), _DTYPES[self._header[name]["dtype"]]
+
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop). Ranges in rising order read each block once."""
         pieces = []
@@ -262,7 +279,12 @@ class Reader:
 
     def into(self, name: str, first: int, target: Tensor) -> None:
         """Fills ``target`` with the elements of tensor ``name`` from number ``first`` on, a block's worth at a time."""
-        dtype = _DTYPES[self._header[name]["dtype"]] if name in self._header else target.dtype
+        shape, dtype = self.kind(name)
+        if first + target.numel() > math.prod(shape):
+            raise VerificationFailed(
+                f"shard {self.path} of rank {self.shard.rank}: {name} ends at element {math.prod(shape)}, "
+                f"{first + target.numel()} are asked for"
+            )
         start = self.offset(name) + first * dtype.itemsize
         flat = target.view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
         for part in torch.split(flat, max(1, BLOCK_BYTES // dtype.itemsize)):

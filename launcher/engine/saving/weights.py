@@ -22,10 +22,11 @@ from ...contract.errors import UsageError, VerificationFailed
 from ...contract.partition import Parameter
 from ...contract.plain import open_file
 from ...contract.slices import slices
-from ...contract.weights import TAG_BYTES, Stored, misfits, read_weights
-from ..comm import barrier, gather_bytes
-from .checkpoint import persistent_buffers, settle
-from .shardfile import dtype_of
+from ...contract.weights import TAG_BYTES, Misfit, Stored, misfits, read_weights
+from ..comm import barrier
+from .agreed import by_all
+from .filling import overwriting, persistent_buffers, settle
+from .shardfile import dtype_of, tag_of
 
 if TYPE_CHECKING:
     from ..zero import ZeroEngine
@@ -41,29 +42,49 @@ def load_weights(engine: ZeroEngine, path: Path) -> int:
     shapes that are not the model's, and where ranks see different files.
     """
     engine.finish_gathering()
-    stored = read_weights(path)
+    world, device = engine.ranks.world, engine.device
     buffers = dict(persistent_buffers(engine.model))
-    _same_everywhere(engine, path, stored)
+    with by_all(world, "comparing weights", device) as digests:
+        stored = read_weights(path)
+        digests.own = _digest(stored)
+    if len(set(digests.everyone)) > 1:  # machines without a shared disk may hold different files under one name
+        other = next(i for i, d in enumerate(digests.everyone) if d != digests.everyone[0])
+        raise UsageError(
+            f"rank {other} sees other weights in {path} than rank 0", hint="copy the same files everywhere"
+        )
     wrong = misfits(engine.layout.by_name.values(), {n: tuple(b.shape) for n, b in buffers.items()}, stored)
+    wrong += _unlike(buffers, stored)
     others = {name for name, _ in engine.model.named_buffers()}
     wrong = [w for w in wrong if not (w.kind == "unexpected" and w.name in others)]  # made anew, saved by old versions
     if wrong:
         told = "\n".join(f"  {w.sentence()}" for w in wrong[:40])
         more = f"\n  … and {len(wrong) - 40} more" if len(wrong) > 40 else ""
         raise UsageError(f"weights {path} are not this model's:\n{told}{more}", hint="names are those of its modules")
-    with _Files(stored) as files:
-        for number in range(len(engine.units)):
-            for rank in [engine.shard.rank] if engine.stage.shards_optimizer else range(engine.shard.size):
-                for name, first, target in _wanted(engine, number, rank):
-                    files.fill(names_of(engine.layout.by_name[name], stored), first, target)
-        for name, buffer in buffers.items():
-            if name in stored:
-                flat_buffer = buffer.new_empty(buffer.numel())
-                files.fill([name], 0, flat_buffer)
-                buffer.copy_(flat_buffer.view(buffer.shape))
-    settle(engine)
-    barrier(engine.ranks.world, "weights loaded", engine.device)
+    with overwriting(engine, f"weights {path}") as wrote:
+        with by_all(world, "reading weights", device, wrote), _Files(stored) as files:
+            wrote.own = True
+            for number in range(len(engine.units)):
+                for rank in [engine.shard.rank] if engine.stage.shards_optimizer else range(engine.shard.size):
+                    for name, first, target in _wanted(engine, number, rank):
+                        files.fill(names_of(engine.layout.by_name[name], stored), first, target)
+            for name, buffer in buffers.items():
+                if name in stored:
+                    flat_buffer = buffer.new_empty(buffer.numel())
+                    files.fill([name], 0, flat_buffer)
+                    buffer.copy_(flat_buffer.view(buffer.shape))
+        settle(engine)
+        barrier(world, "weights loaded", device)
     return files.bytes
+
+
+def _unlike(buffers: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> list[Misfit]:
+    """Buffers that are floating point on one side alone: to convert them would be silent."""
+    both = [(name, buffer.dtype, stored[name].tag) for name, buffer in buffers.items() if name in stored]
+    return [
+        Misfit("buffer", name, tag=f"{tag} there, {tag_of(dtype) or dtype} in the model")
+        for name, dtype, tag in both
+        if dtype.is_floating_point != dtype_of(tag).is_floating_point
+    ]
 
 
 def names_of(parameter: Parameter, stored: Mapping[str, Stored]) -> list[str]:
@@ -87,17 +108,9 @@ def _wanted(engine: ZeroEngine, number: int, rank: int) -> Iterator[tuple[str, i
                     yield piece.parameter.name, part.whole + start - offset, run[start - begin : stop - begin]
 
 
-def _same_everywhere(engine: ZeroEngine, path: Path, stored: Mapping[str, Stored]) -> None:
-    """Machines without a shared disk may hold different files under one name."""
+def _digest(stored: Mapping[str, Stored]) -> str:
     text = "\n".join(f"{n} {s.tag} {s.shape} {s.file.name} {s.start}" for n, s in sorted(stored.items()))
-    digests = gather_bytes(
-        engine.ranks.world, hashlib.sha256(text.encode()).digest(), "comparing weights", engine.device
-    )
-    if len(set(digests)) > 1:
-        other = next(i for i, d in enumerate(digests) if d != digests[0])
-        raise UsageError(
-            f"rank {other} sees other weights in {path} than rank 0", hint="copy the same files everywhere"
-        )
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Files:
