@@ -44,7 +44,7 @@ def wait_for_checkpoint(site: Site, run: str, step: int, timeout_s: float = 150)
 
 
 def test_four_nodes_then_resumed_on_two(slurm: Site, testbed: Any, leftovers: Callable[[str], list[str]]) -> None:
-    slurm.write("jobs/g.yaml", GPT.format(name="g", nodes=4, stage=2, steps=400, every=20))
+    slurm.write("jobs/g.yaml", GPT.format(name="g", nodes=4, stage=2, steps=4000, every=20))
     run = slurm.zerun("submit", "jobs/g.yaml", "--cluster", "uni").stdout.strip()
     wait_for_checkpoint(slurm, run, 20)
     told = slurm.json("status", run)
@@ -100,7 +100,7 @@ def test_values_arrive_byte_equal(site: Site, testbed: Any, node_python: str, us
 
 
 def test_a_killed_rank_is_named_and_nothing_is_left(
-    slurm: Site, testbed: Any, leftovers: Callable[[str], list[str]]
+    slurm: Site, testbed: Any, leftovers: Callable[[str], list[str]], wait_until: Callable[..., None]
 ) -> None:
     slurm.write(
         "script.py",
@@ -112,21 +112,23 @@ def test_a_killed_rank_is_named_and_nothing_is_left(
     slurm.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=4, time="5:00", python="python3", more=""))
     began = time.monotonic()
     run = slurm.zerun("submit", "jobs/p.yaml", "--cluster", "uni", "--follow", code=1).stdout.strip()
-    assert time.monotonic() - began < 45
+    assert time.monotonic() - began < 120, "of the others' 500 s"
     state = slurm.json("status", run)
     assert (state["state"], state["cause"]["rank"], state["cause"]["signal"]) == ("failed", 5, 9)
-    assert leftovers(run) == []
+    wait_until(lambda: leftovers(run) == [], 30, "agents stay")  # they leave after their last word
     told = slurm.zerun("status", run).stdout
     assert "rank 5" in told and "node03" in told and "SIGKILL" in told and "stopped by us" in told
 
 
-def test_a_job_over_its_time_limit(slurm: Site, leftovers: Callable[[str], list[str]]) -> None:
+def test_a_job_over_its_time_limit(
+    slurm: Site, leftovers: Callable[[str], list[str]], wait_until: Callable[..., None]
+) -> None:
     slurm.write("script.py", "import time\ntime.sleep(500)\n")
     slurm.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=2, time="1", python="python3", more=""))
     run = slurm.zerun("submit", "jobs/p.yaml", "--cluster", "uni").stdout.strip()
     slurm.zerun("wait", run, code=124, timeout_s=200)
     assert slurm.json("status", run)["state"] == "time_limit"
-    assert leftovers(run) == []
+    wait_until(lambda: leftovers(run) == [], 30, "agents stay")
 
 
 def test_what_slurm_refuses_is_told_in_its_own_words_and_leaves_nothing(slurm: Site, testbed: Any) -> None:
@@ -164,7 +166,7 @@ def test_on_the_login_node_itself(slurm: Site, testbed: Any) -> None:
         "env", "-C", str(slurm.folder), "LANG=C.UTF-8", f"XDG_CONFIG_HOME={slurm.folder}/config",
         str(Path(sys.executable).with_name("zerun")), "submit", "jobs/p.yaml", "--cluster", "here", "--follow",
     ]  # fmt: skip
-    done = testbed.exec("login", command, user=None)
+    done = testbed.exec("login", command, user=None, timeout_s=240)
     assert done.returncode == 0, done
     run = done.stdout.decode().strip()
     assert (shared / run / "attempts/1/nodes").is_dir()
