@@ -26,6 +26,7 @@ def another_laptop(site: Site, tmp_path: Path) -> Site:
 def test_another_laptop_finds_the_runs_of_a_slurm_account(
     slurm: Site, testbed: Any, node_python: str, tmp_path: Path
 ) -> None:
+    testbed.exec("login", ["rm", "-rf", f"/home/{testbed.user}/zerun"])  # runs of the tests before would be found too
     slurm.write("script.py", SHORT)
     slurm.write("jobs/p.yaml", PROGRAM.format(name="p", nodes=1, time="5:00", python="python3", more="tags: [trial]"))
     run = slurm.zerun("submit", "jobs/p.yaml", "-c", "uni", "--tag", "x1", "--follow").stdout.strip()
