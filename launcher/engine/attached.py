@@ -42,7 +42,7 @@ class Attached:
         for reference in self._modules:
             module = reference()
             if module is not None:
-                vars(module)[_STATE] = _state_of(reference, ours)
+                vars(module)[_STATE] = _state_of(reference, ours, self.under_way)
 
     def remove(self) -> None:
         """Everything from everywhere; the model is plain again."""
@@ -65,10 +65,12 @@ class Attached:
         return frozenset(range(self._first, end))  # torch numbers all hooks of a process in one row
 
 
-def _state_of(reference: weakref.ref[nn.Module], ours: frozenset[int]) -> Callable[[], Any]:
-    """What copies and files take over of a module."""
+def _state_of(reference: weakref.ref[nn.Module], ours: frozenset[int], under_way: Arriving | None) -> Callable[[], Any]:
+    """What copies and files take over of a module; its parameters arrive before."""
 
     def state() -> Any:
+        if under_way is not None:
+            under_way.arrive()
         module = reference()
         own = getattr(type(module), _STATE, None)  # its author's; from Python 3.11 on every class has one
         found = vars(module) if own is None else own(module)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...contract.errors import JobFailed
+from ...contract.errors import JobFailed, UsageError
 from .absent import absent, first_to_fail
 from .ending import rest_before_exit
 
@@ -135,6 +135,13 @@ class Base:
         self.traffic = Traffic()
         self._last_small: tuple[Tensor, Tensor] | None = None
         self._global = [dist.get_global_rank(group, i) if group else i for i in range(self.size)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a group of ranks cannot be copied or pickled, nor what holds one: a layer that is cut over tensor ranks, "
+            "an engine",
+            hint="copy the values: model.state_dict() inside zero.gathered()",
+        )
 
     def name(self, rank: int) -> int:
         """The number among all ranks of the group's ``rank``."""
