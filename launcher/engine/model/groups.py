@@ -66,10 +66,10 @@ def settle(
         if unknown or ("params" in entry) == ("match" in entry):
             what = f"has the key {unknown[0]!r}" if unknown else "needs one of 'match' and 'params'"
             raise UsageError(f"{label} {what}", hint=_FORM)
-        for key, bounds in GROUP.items():
-            problem = None if entry.get(key) is None else bounds.problem(entry[key])
+        for setting, bounds in GROUP.items():
+            problem = None if entry.get(setting) is None else bounds.problem(entry[setting])
             if problem:
-                raise UsageError(f"{label}: {key}: {problem}", hint=_FORM)
+                raise UsageError(f"{label}: {setting}: {problem}", hint=_FORM)
         settings.append(Group(_scale(label, entry, lr), entry.get("weight_decay")))
         patterns.append(entry.get("match", ()))
     try:
