@@ -41,6 +41,7 @@ def _rank(rank: int, place: tuple[int, str], function: Callable[..., Any], args:
     world, folder = place
     failed = 1
     try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a server that somebody else started knows nothing of it
         torch.set_num_threads(1)
         limit = datetime.timedelta(seconds=LIMIT_S)
         dist.init_process_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,16 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def peaks() -> Iterator[Any]:
-    before = list(sys.path)
+    before, environment = list(sys.path), dict(os.environ)
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import peaks
 
     yield peaks
     sys.path[:] = before
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):  # what its ranks run with is no other test's
+        os.environ.pop(name, None)
+        if name in environment:
+            os.environ[name] = environment[name]
 
 
 FULL = [(n, w, h) for n in ("GPT, 8 × 192", "convolutions, 8 × 96") for w in (2, 4) for h in ("none", "block")]

@@ -257,7 +257,6 @@ def test_who_waits_in_a_small_message_reads_meanwhile() -> None:
 
 
 def _killed(rank: int, world: int, folder: str) -> tuple[str, float]:
-    absent.WITHIN_S = 0.3
     comm = _host(60)
     if rank == 2:
         # Who forks (a loader's workers) leaves its sockets open in them.
