@@ -21,11 +21,12 @@ test-all: setup  ## the same with the full products
 lint: setup  ## ruff and mypy alone
 	@scripts/lint.sh
 
-docs: setup  ## writes docs/cli.md, descriptions.md, messages.md and paper.md anew; accuracy.md is apart
+docs: setup  ## writes docs/cli.md, descriptions.md, messages.md, paper.md and zero.md's table of keys anew; accuracy.md is apart
 	@.venv/bin/python scripts/gen_cli_docs.py
 	@.venv/bin/python scripts/gen_description_docs.py
 	@.venv/bin/python scripts/gen_messages_docs.py
 	@.venv/bin/python scripts/gen_paper_docs.py
+	@.venv/bin/python scripts/gen_zero_docs.py --config
 
 # Not part of docs: it trains with real ranks at every setting of the page, which takes minutes. What the
 # page says is held by tests/simulate/test_simulate_exact.py meanwhile, a part of it in `make test`.

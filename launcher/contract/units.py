@@ -111,9 +111,8 @@ def _members(parameters: Sequence[Parameter], tree: Tree, rule: Optional[Units],
         for word in wanted:
             if not any(fnmatchcase(k, word) if what == "names" else k == word for k in known):
                 closest = difflib.get_close_matches(word, known, n=3, cutoff=0.3) or known[:3]
-                raise ValueError(
-                    f"zero.unit: {what}: {word!r} matches no module with parameters; closest: {', '.join(closest)}"
-                )
+                near = f"closest: {', '.join(closest)}" if closest else "inside the model there is none"
+                raise ValueError(f"zero.unit: {what}: {word!r} matches no module with parameters; {near}")
     chosen: List[Tuple[str, ...]] = []
     outer: "set[str]" = set()
     for module in candidates:
