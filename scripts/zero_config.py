@@ -16,7 +16,7 @@ from launcher.engine.config import EngineConfig
 
 OWN: dict[str, tuple[str, str, str]] = {
     "zero": ("`Zero`, or its keys", "every stage", "what is partitioned, and how messages travel"),
-    "optimizer": ("`AdamW` or `SGD`, or the keys of one", "every stage", "a mapping with `momentum`, or with `\"kind\": \"sgd\"` beside it, is SGD, any other is AdamW"),
+    "optimizer": ("`AdamW` or `SGD`, or the keys of one", "every stage", "a mapping with `momentum` is SGD, any other AdamW; a `kind`, `adamw` or `sgd`, may say which"),
     "accumulation": ("int, 1 or more", "every stage", "micro-batches a step: so many `backward`, then one `step`"),
     "zero.bucket_bytes": ("int, 1 or more", "every stage", "size of a message, in bytes (a job's `bucket`, where `25MB` is accepted)"),
     "zero.gradient_dtype": ("`fp32`, or `precision`", "every stage", "of accumulated gradients"),

@@ -71,7 +71,7 @@ class EngineConfig:
 
         {"zero": {"stage": 2}, "optimizer": {"lr": 3e-4, "clip": 1.0}, "accumulation": 4}
 
-        An optimizer that names a ``momentum``, or ``"kind": "sgd"`` beside it, is SGD. Raises :class:`UsageError`.
+        An optimizer with a ``momentum`` is SGD, any other AdamW; a ``kind`` may say which. Raises :class:`UsageError`.
         """
         if isinstance(config, EngineConfig):
             return config
