@@ -83,9 +83,8 @@ class Starts(Project):
             kept = {"name": code.name, "root": code.root, "commit": code.commit, "changed": code.changed}
             found_by = sorted({*loaded_job.tags, *tag_names(tags)})
             about = {**source.about(name), "job_file": str(job.resolve()), "tags": found_by, "code": kept}
-            run = self.store.create(name, about)
-            keep_code(run, code)
-            with run.making():
+            with self.store.begin(name, about) as run:
+                keep_code(run, code)
                 run, handle, attempt = start_first(self.attempts, backend, run, source, secret_values, waiting)
                 sent = None if loaded_cluster.local else backend.sent()
         finally:

@@ -192,6 +192,8 @@ class Attempts:
     def look(self, backend: Backend, runs: Sequence[Run]) -> list[RunState]:
         # Before all else: what is being made now may be there and journalled when the others have answered.
         making = [run.is_being_made for run in runs]
+        # And what was made since the journal was read is journalled by now.
+        runs = [run if busy else self._anew(run) for run, busy in zip(runs, making, strict=True)]
         runs = [self.adopt(backend, run) for run in runs]
         states = [
             fold(run, replace(seen, being_made=busy))
@@ -205,6 +207,13 @@ class Attempts:
                 told = {"state": state.state, "exit_code": state.exit_code, "why": state.why, "since": state.since}
                 self._noted(run, "ended", state.attempt, told)
         return states
+
+    def _anew(self, run: Run) -> Run:
+        if run.handle is not None:
+            return run
+        with contextlib.suppress(UsageError):  # another laptop's has no journal at home
+            return self.store.load(run.name)
+        return run
 
     def adopt(self, backend: Backend, run: Run) -> Run:
         """A submit whose answer was lost finds its own job by its unique name."""

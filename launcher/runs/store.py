@@ -155,11 +155,26 @@ class RunStore:
         return f"{job}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
     def create(self, name: str, about: Mapping[str, Any]) -> Run:
+        return self._written(self._unseen(name, about))
+
+    @contextlib.contextmanager
+    def begin(self, name: str, about: Mapping[str, Any]) -> Iterator[Run]:
+        """As :meth:`create`, and :meth:`Run.making` from before anybody can see the run: who saw it in between would
+        take it for one whose submit was cut."""
+        run = self._unseen(name, about)
+        with run.making():
+            yield self._written(run)
+
+    def _unseen(self, name: str, about: Mapping[str, Any]) -> Run:
         folder = self.root / name
         self.root.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
-        write_atomically(folder / "run.json", dumps(about), durable=True)
         return Run(folder, about, ())
+
+    @staticmethod
+    def _written(run: Run) -> Run:
+        write_atomically(run.folder / "run.json", dumps(run.about), durable=True)
+        return run
 
     def load(self, name: str) -> Run:
         """Raises UsageError when there is no such run, or when what lies there is none."""
@@ -215,8 +230,12 @@ class RunStore:
         """Every run here, oldest first."""
         if not self.root.is_dir():
             return []
-        found = [f for f in self.root.iterdir() if is_safe_name(f.name) and (f / "run.json").is_file()]
-        return [f.name for f in sorted(found, key=_by_time)]
+        found = []
+        for folder in self.root.iterdir():
+            if is_safe_name(folder.name):
+                with contextlib.suppress(OSError):  # no run, or one that somebody removes just now
+                    found.append(_by_time(folder))
+        return [name for _, _, name in sorted(found)]
 
     def resolve(self, given: str) -> str:
         """The run that ``given`` means: its name, a unique beginning of it, or ``last``."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from launcher.attempts import Made, made_of, take_attempt
-from launcher.backends.protocol import Poll
+import launcher.attempts.make
+import launcher.runs.store
+from launcher.attempts import Attempts, Made, made_of, take_attempt
+from launcher.backends.protocol import Backend, Poll
 from launcher.contract.errors import UsageError
 from launcher.runs import Observation, Run, RunStore, fold
 
@@ -50,6 +54,37 @@ def test_another_command_sees_it_and_stays_out_until_the_maker_is_killed(run: Ru
         take_attempt(run, 2)
         assert run.is_being_made
     assert not run.is_being_made
+
+
+def test_whoever_sees_a_new_run_sees_that_it_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, held = RunStore(tmp_path), []
+    write = launcher.runs.store.write_atomically
+
+    def spy(path: Path, *rest: Any, **more: Any) -> None:
+        assert store.names() == []
+        write(path, *rest, **more)
+        held.append(store.load(NAME).is_being_made)
+
+    monkeypatch.setattr(launcher.runs.store, "write_atomically", spy)
+    with store.begin(NAME, {"job_name": "job", "cluster_name": "c"}) as run:
+        assert held == [True] and run.is_being_made and store.names() == [NAME]
+    assert not run.is_being_made
+
+
+def test_what_was_made_since_its_journal_was_read_is_read_anew(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its maker is done when its lock is looked at, and was not when its journal was."""
+    store, asked = RunStore(run.folder.parent), []
+    store.append(run, "submitted", 1, 6.0, handle={"backend": "direct", "data": {"agents": {}}})
+
+    def observe(_: Any, runs: Sequence[Run]) -> list[Observation]:
+        asked.extend(runs)
+        return [Observation(poll=Poll("running"), attempt=1) for _ in runs]
+
+    monkeypatch.setattr(launcher.attempts.make, "observe", observe)
+    assert run.handle is None
+    attempts = Attempts(store, None, run.folder / "templates")
+    (state,) = attempts.look(cast("Backend", None), [run])
+    assert state.state == "running" and asked[0].handle is not None
 
 
 def test_an_attempt_that_was_submitted_is_not_taken_again(run: Run) -> None:
