@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,7 +221,7 @@ class ZeroEngine:
         try:
             self.flow.begin(loss, first=self.micro_step == 1, last=self.micro_step == self.config.accumulation)
             if self.gathering is not None:
-                self.gathering.begin_backward()
+                self.gathering.begin_backward(loss)
             if self.loss_scale.value != 1.0:
                 loss = loss * self.loss_scale.value
             self._in_backward = True
@@ -229,6 +229,11 @@ class ZeroEngine:
             with torch.no_grad():
                 self.flow.finish()
             self._broken = False
+        except RuntimeError as error:
+            told = self.gathering.explain(error) if self.gathering is not None else None
+            if told is None:
+                raise
+            raise told from error
         finally:
             self._in_backward = False
             if self.gathering is not None:
@@ -273,6 +278,8 @@ class ZeroEngine:
         factor = scale if clip is None else scale * min(1.0, clip / (norm + 1e-6))
         # A unit's new parameters are on their way while the next one is updated.
         self.optimizer.step(self.lr, factor, self._hand_out, self._unused())
+        if self.gathering is not None:
+            self.gathering.changed()
         self.loss_scale.went_well()
         if self.arriving is not None:
             self.arriving.begin()
@@ -303,17 +310,21 @@ class ZeroEngine:
 
     def _unused(self) -> list[tuple[int, int]]:
         """The parameters (unit, index) that no rank used in this step, which are not updated at all, as in an
-        undistributed run. Raises :class:`UsageError` on all ranks where ``lr`` is not the same on all."""
+        undistributed run. Raises :class:`UsageError` on all ranks where ``lr``, or the order of blocks (stage 3), is
+        not the same on all."""
         # Whether any rank lacks anything is agreed first, and with it whether buckets had to wait for their turn on the
-        # rank whose order it is, and the rate. By itself: the norm's messages stay among the ranks of one replica.
-        rate = struct.pack("<d", self.lr)
-        said = [[int(not self.flow.all_used), int(self.flow.disturbed), *rate], [0, 0, *rate]]
-        here, usual = torch.tensor(said, dtype=torch.uint8, device=self.device)
+        # rank whose order it is, the rate, and which blocks were used. By itself: the norm's messages stay among the
+        # ranks of one replica.
+        said = struct.pack("<di", self.lr, 0 if self.gathering is None else self.gathering.order.digest())
+        lines = [[int(not self.flow.all_used), int(self.flow.disturbed), *said], [0, 0, *said]]
+        here, usual = torch.tensor(lines, dtype=torch.uint8, device=self.device)
         told = self.comm.gather_small(here, "unused parameters")
         if not bool(told.ne(usual).any()):
             return []
         rows = told.tolist()
-        self._refuse_rates([struct.unpack("<d", bytes(row[2:]))[0] for row in rows])
+        rates, orders = zip(*(struct.unpack("<di", bytes(row[2:])) for row in rows))  # noqa: B905
+        self._refuse_rates(rates)
+        self._refuse_orders(orders)
         if any(disturbed for _, disturbed, *_ in rows):
             self.flow.settle_anew()
         if not any(lacking for lacking, *_ in rows):
@@ -323,13 +334,25 @@ class ZeroEngine:
         names = [(n, i) for n, u in enumerate(self.units) if u.unit.trainable for i in range(len(u.unit.placed))]
         return [name for name, by_any in zip(names, used) if not by_any]  # noqa: B905 (Python 3.9 on the nodes)
 
-    def _refuse_rates(self, rates: list[float]) -> None:
+    def _refuse_rates(self, rates: Sequence[float]) -> None:
         other = next((r for r, rate in enumerate(rates) if rate != rates[0]), None)
         if other is not None:
             first, rank = (r * self.ranks.degree + self.ranks.tensor.rank for r in (0, other))
             raise UsageError(
                 f"zero.lr is {rates[other]:g} on rank {rank}, {rates[0]:g} on rank {first}: nothing was updated",
                 hint="every rank must set the same rate; check what depends on the rank, or on its own losses",
+            )
+
+    def _refuse_orders(self, orders: Sequence[int]) -> None:
+        """Those of one replica gather together; where ranks send, none of them has noticed if sizes are equal."""
+        firsts = [rank - rank % self.shard.size for rank in range(len(orders))]
+        other = next((rank for rank, first in enumerate(firsts) if orders[rank] != orders[first]), None)
+        if other is not None:
+            first, rank = (r * self.ranks.degree + self.ranks.tensor.rank for r in (firsts[other], other))
+            raise UsageError(
+                f"rank {rank} used other blocks than rank {first} in this step, or in another order: they have "
+                "answered each other's messages crosswise; nothing was updated",
+                hint="stage 3: all ranks use the same blocks in the same order; what is random must be so on all alike",
             )
 
     def _skip(self, norm: float) -> StepInfo:

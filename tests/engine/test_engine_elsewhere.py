@@ -161,6 +161,58 @@ def _crossed(rank: int, world: int) -> None:
         engine.model.layers = nn.ModuleList([engine.model.layers[n] for n in (1, 0, 2)])  # type: ignore[index]
     with pytest.raises(UsageError, match="rank 1 of those that share the parameters used other blocks than rank 0"):
         engine.model(X)
+    settings = {"stage": 3, "same_host": "send", "prefetch": 0}
+    engine = ZeroEngine(Model(lambda model, x: x), {"zero": settings, "optimizer": {"lr": 0.1}})
+    layers = list(engine.model.layers)  # type: ignore[arg-type]
+    for step in range(2):
+        if step and rank == 1:
+            engine.model.layers = nn.ModuleList([layers[n] for n in (1, 0, 2)])
+        with engine.gathered(), torch.no_grad():
+            if rank == 0:
+                engine.model(X)  # alone: nothing is gathered for it
+        engine.backward(engine.model(X))
+        if step:
+            with pytest.raises(UsageError, match="rank 1 used other blocks than rank 0 in this step"):
+                engine.step()
+        else:
+            engine.step()
+
+
+def _penalty(engine: ZeroEngine, x: Tensor) -> Tensor:
+    loss: Tensor = engine.model(x)
+    (slope,) = torch.autograd.grad(engine.model(x), x, create_graph=True)
+    return loss + slope.square().sum()
+
+
+def _twice(rank: int, world: int) -> None:
+    """What a second backward needs of a block is not there, unless all blocks stay; each of these was SIGSEGV."""
+    found = []
+    for stage in (2, 3):
+        zero = {"stage": stage, **({"reshard": "keep"} if stage == 3 else {})}
+        engine = ZeroEngine(Model(lambda model, x: x), {"zero": zero, "optimizer": {"lr": 0.1}})
+        losses = []
+        for step in range(3):
+            loss = _penalty(engine, (X + rank + step).requires_grad_())
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        found.append(losses)
+    assert found[0] == found[1]
+    for steps in (0, 2):
+        engine = _engine()
+        for _ in range(steps):
+            engine.backward(engine.model(X))
+            engine.step()
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"makes a graph for a second one \(create_graph=True\)") as told:
+                _penalty(engine, X.clone().requires_grad_())
+            assert "zero.reshard: keep" in str(told.value.hint)
+        with pytest.raises(UsageError, match=r"inside a transform of torch\.func"):
+            torch.vmap(engine.model)(X)
+        with torch.no_grad():
+            torch.vmap(engine.model)(X)
+        engine.backward(engine.model(X))
+        engine.step()
 
 
 def _failed(rank: int, world: int) -> None:
@@ -181,7 +233,7 @@ def _failed(rank: int, world: int) -> None:
 
 
 def _all(rank: int, world: int) -> None:
-    for what in (_reads, _by_hand, _states, _crossed, _failed):
+    for what in (_reads, _by_hand, _states, _crossed, _twice, _failed):
         what(rank, world)
 
 

@@ -17,6 +17,7 @@ from test_engine_units import Watcher
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from launcher.contract.errors import UsageError
 from launcher.engine import ZeroEngine
 
 COUNT = 6
@@ -213,6 +214,81 @@ def _parts(rank: int, world: int) -> None:
                 assert watcher.most <= 2, (make, model, watcher.most)
 
 
+class Kept(nn.Module):
+    """Keeps a loss as an attribute and returns what came in, or what no gradient reaches, or computes it in between."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer, self.router = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kind == "plain":
+            return torch.tanh(self.layer(x))
+        if self.kind == "before":
+            self.kept = self._aside(x)
+            return torch.tanh(self.layer(x))
+        y = x if self.kind == "through" else self.layer(x)
+        self.kept = self._aside(x)
+        if self.kind == "two":
+            return y, self.router(y)
+        return y.detach() if self.kind == "detached" else y
+
+    def _aside(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.router(torch.tanh(self.router(x)))).square().mean()
+
+
+class Losses(nn.Module):
+    """``cut``: uses that no gradient leaves. ``kept``: uses whose loss counts. ``own``: whether the output does."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(5, 5)
+        self.layers = nn.ModuleList([Kept(kind) for kind in kinds])
+        self.cut: set[int] = set()
+        self.kept = set(range(len(kinds)))
+        self.own = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        total = x.new_zeros(())
+        for number, layer in enumerate(self.layers):
+            x = layer(x.detach() if number in self.cut else x)
+            x = x[0] if isinstance(x, tuple) else x
+            if number in self.kept and layer.kind != "plain":
+                total = total + layer.kept
+        return total + x.square().mean() if self.own else total
+
+
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "handed on": ("through through through", {}),
+    "handed on at the ends": ("through plain through after through", {}),
+    "no gradient leaves": ("detached detached after detached", {}),
+    "cut between": ("before before before", {"cut": {1, 2}}),
+    "left early": ("before after before plain", {"kept": {1}, "own": False}),
+    "a second output that is not used": ("two two two", {"kept": {0, 2}}),
+}
+
+
+def _losses(rank: int, world: int) -> None:
+    """Backward comes to a part of a block before it comes to what the block returned, or never comes to that."""
+    for name, (kinds, how) in LOSSES.items():
+        for step in (_plain, _later):
+            found = set()
+            for stage, prefetch in ((2, 1), (3, 1), (3, 0)):
+                model = Losses(kinds.split())
+                model.__dict__.update(how)
+                engine = _engine(stage, model, 2 if step is _later else 1, prefetch=prefetch)
+                found.add(_trained(engine, [()] * 2, step))
+            assert len(found) == 1, (name, step)
+    engine = _engine(3, Losses(["before"] * 3), prefetch=0)
+    _plain(engine, _x(engine, 0))
+    engine.model.kept, engine.model.own = {0}, False  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="backward came to an operation whose parameter was not there"):
+        _plain(engine, _x(engine, 1))  # nothing looked like it, and the first graph was another
+
+
 # --- past the model's own forward ------------------------------------------------------------------------
 
 
@@ -236,6 +312,18 @@ def _methods(engine: ZeroEngine, x: Tensor) -> None:
     engine.step()
 
 
+def _inside(engine: ZeroEngine, x: Tensor) -> None:
+    with engine.gathered():
+        _plain(engine, x)
+        after = [p.detach().clone() for p in engine.model.parameters()]
+        engine.backward(engine.model(x))
+        engine.step()
+    with engine.gathered():
+        engine.backward(engine.model(-x))
+        assert not any(torch.equal(p, old) for p, old in zip(engine.model.parameters(), after))  # noqa: B905
+    engine.step()
+
+
 def _two_at_once(engine: ZeroEngine, x: Tensor) -> None:
     first, second = engine.model(x), engine.model(-x)
     engine.backward(first + second)
@@ -250,7 +338,7 @@ def _later(engine: ZeroEngine, x: Tensor) -> None:
 
 
 def _calls(rank: int, world: int) -> None:
-    for step in (_teacher, _methods, _two_at_once, _later):
+    for step in (_teacher, _methods, _inside, _two_at_once, _later):
         accumulation = 2 if step is _later else 1
         expected = _trained(_engine(2, Blocks(), accumulation), [BACK] * 2, step)
         for reshard in ("keep_last", "keep") if step is _teacher else ("keep_last",):
@@ -259,7 +347,7 @@ def _calls(rank: int, world: int) -> None:
             watcher.stays = watcher.rows[:1] if reshard == "keep_last" else watcher.rows  # used last
             assert _trained(engine, [BACK] * 2, step) == expected, (step, reshard)
             assert watcher.held() == set()
-            assert watcher.most <= 2, (step, reshard, watcher.most)
+            assert step is _inside or watcher.most <= 2, (step, reshard, watcher.most)
 
 
 def test_blocks_in_any_order_are_gathered_in_theirs() -> None:
@@ -273,6 +361,10 @@ def test_blocks_in_any_order_with_any_setting() -> None:
 
 def test_blocks_that_are_used_in_part_are_released_and_no_earlier_than_backward_is_through() -> None:
     run_ranks(2, _parts)
+
+
+def test_a_loss_that_a_block_keeps_whatever_it_returns() -> None:
+    run_ranks(2, _losses)
 
 
 def test_a_forward_without_gradients_in_between_and_methods_and_two_forwards_at_once() -> None:

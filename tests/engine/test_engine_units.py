@@ -165,7 +165,7 @@ def _elsewhere(rank: int, world: int) -> None:
 def test_a_weight_used_outside_its_unit_is_named_before_it_is_read() -> None:
     for ok, said in outcomes(2, _elsewhere):
         assert not ok
-        assert "UsageError: zero.unit: parameter layers.1.weight is used outside the forward of layers.1" in said
+        assert "UsageError: parameter layers.1.weight is used outside the forward of layers.1" in said
 
 
 @pytest.mark.parametrize("name", [*RULES, "lists"])

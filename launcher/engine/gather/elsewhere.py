@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from ...contract.errors import UsageError
 from ..model.flat import FlatUnit
-from ..model.released import READ, refusal
+from ..model.released import READ, missed, refusal, refuse_second_backward
 
 if TYPE_CHECKING:
     from .gathering import Gathering
@@ -90,6 +90,8 @@ class FirstForward(TorchDispatchMode):  # type: ignore[no-untyped-call]
         later = isinstance(used, nn.Parameter) and torch.is_grad_enabled() and not gathering.stays(number)
         if not gone and not later:
             return
+        if torch._C._current_graph_task_id() != -1:  # a backward that is not the engine's
+            raise refuse_second_backward() if torch.is_grad_enabled() else missed()
         unit = gathering.units[number].unit
         at = used.storage_offset()
         name = next(p.parameter.name for p in unit.placed if p.start <= at < p.stop)

@@ -8,13 +8,17 @@ the last norm) stay gathered from forward to backward, and with them what ``resh
 begins. In activation recomputation a forward runs inside backward: it gathers, and leaves releasing to that backward.
 
 Backward runs the operations of a forward strictly from the last to the first. So when it comes to what went into a
-block, or to what came out of an earlier one, it is through with the block, whatever of it was used.
+block, or to what came out of an earlier one, it is through with the block, whatever of it was used. When it comes to
+what came out of a block, that is gathered. What a block computes beside what it returns (a loss kept as an attribute)
+may come first: where autograd's numbers leave that open, the graph is walked before backward, and each such block is
+gathered with the last one that says in time that backward comes to it, or at once.
 
 Nothing here depends on time: ranks that run the same modules post the same messages in the same order.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from ...contract.errors import UsageError
 from ..model.flat import FlatUnit
+from ..model.released import is_missed, missed, refuse_second_backward
 from .elsewhere import FirstForward
-from .order import NOTHING, Order, Use, Uses, goes_on
+from .order import NOTHING, Order, Use, Uses, made_by, now, reached
 
 
 class Gathering:
@@ -53,6 +59,10 @@ class Gathering:
         self._open: list[Use] = []  # blocks whose forward runs
         self._uses = Uses(prefetch)
         # A backward.
+        self._before: list[Uses] = []  # of this step, whose backward may come yet
+        self._walks = True  # whether graphs are walked that look as if there were no need
+        self._looked = False  # whether one was
+        self._twice = False  # whether a second backward will go through what a first one made: nothing is released
         self._trainable = [sum(len(units[i].tensors) for i in row if units[i].unit.trainable) for row in self._blocks]
         self._owed = list(self._trainable)  # gradients of each block that backward has not come to
         self._by_input: set[int] = set()  # blocks of which the gradient of the input says that backward is through
@@ -61,6 +71,7 @@ class Gathering:
                 member.register_forward_pre_hook(self._before_forward(at), with_kwargs=True)
                 member.register_forward_hook(self._after_forward(at))
         self._first = FirstForward(module, units, self)
+        weakref.finalize(self, self._first.stop).atexit = False
         module.register_forward_pre_hook(self._before_model, prepend=True)
         module.register_forward_hook(self._after_model)
         module.register_forward_hook(self._model_ended, always_call=True)
@@ -78,6 +89,7 @@ class Gathering:
     # --- the model and what no block uses alone ----------------------------------------------------------
 
     def _before_model(self, *_: Any) -> None:
+        _refuse_transforms()
         for number in self._root:
             self.units[number].gather()
         if not self.in_backward:
@@ -102,7 +114,8 @@ class Gathering:
     def _after_model(self, *_: Any) -> None:
         if not self.in_backward:
             self.settle()
-            self._agree()
+            if not self.pinned:  # one rank may do so alone
+                self._agree()
 
     def _model_ended(self, *_: Any) -> None:
         self._running &= self.in_backward  # where it failed, nothing is waited for
@@ -115,26 +128,29 @@ class Gathering:
 
     def _before_forward(self, at: int) -> Any:
         def hook(_module: nn.Module, inputs: Any, named: Any) -> None:
+            _refuse_transforms()
             if self.in_backward:
                 self._fetch([at])
                 self._watch_recomputation(at, tensors_in((inputs, named), deep=False))
             elif self._running or torch.is_grad_enabled():
-                self._begin(at)
-                self._watch_inputs(at, tensors_in((inputs, named), deep=False))
+                tensors = tensors_in((inputs, named), deep=False)
+                self._begin(at, fed=bool(tensors))
+                self._watch_inputs(at, tensors)
             else:
                 self._fetch([at])
             self._wait(at)
 
         return hook
 
-    def _begin(self, at: int) -> None:
-        self.order.use(at)
+    def _begin(self, at: int, *, fed: bool) -> None:
+        if not self.pinned:
+            self.order.use(at)
         wanted = [at, *self.order.ahead(at, self.prefetch)]
         for other in self._held.difference(wanted, self._kept, (use.block for use in self._open)):
             self._release(other)
         self._fetch(wanted)
         self._idle = None
-        self._open.append(Use(at, len(self._uses)))
+        self._open.append(Use(at, len(self._uses), now(), fed=fed))
 
     def _watch_inputs(self, at: int, tensors: list[Tensor]) -> None:
         """Backward is through with a block when it comes to what made the inputs. Those that nothing made get their
@@ -156,16 +172,19 @@ class Gathering:
         def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
             if self.in_backward:
                 return  # recomputation: backward of this block follows at once
-            begin = self._open.pop().begin if self._open else len(self._uses)
+            stop = now()
+            use = self._open.pop() if self._open else Use(at, len(self._uses), stop)
             tensors = tensors_in(outputs) if torch.is_grad_enabled() else []
+            backward = bool(tensors) or stop > use.first
             if tensors:
-                self._graph = True
                 register_multi_grad_hook(tensors, self._before_backward(self._uses, len(self._uses)), mode="any")
-                self._uses.add(Use(at, begin, goes_on(tensors)))
+            if backward:
+                self._graph = True
+                self._uses.add(use._replace(block=at, stop=stop, outputs=made_by(tensors), told=bool(tensors)))
                 if self.reshard == "keep":
                     self._kept.add(at)
             if at not in self._kept and not any(use.block == at for use in self._open):
-                self._used(at, backward=bool(tensors))
+                self._used(at, backward=backward)
 
         return hook
 
@@ -184,16 +203,27 @@ class Gathering:
     def _before_backward(self, uses: Uses, number: int) -> Any:
         def hook(_gradient: Tensor) -> None:
             self._through(uses, number + 1)
-            if uses.ahead_of(number):
-                blocks, early = uses.next(number), uses.early(number - 1)
+            blocks = uses.next(number) if uses.ahead_of(number) else []
+            if early := uses.early(number):
                 self._fetch([*blocks, *early])
-                self._wait(blocks[0], *early)
+                self._wait(*blocks[:1], *early)
+            elif blocks:
+                self._fetch(blocks)
+                self._wait(blocks[0])
 
         return hook
 
     def _through(self, uses: Uses, first: int) -> None:
+        if torch.is_grad_enabled():  # in backward: it makes a graph of its own
+            self._second_backward()
         for at in uses.through(first):
             self._release(at)
+
+    def _second_backward(self) -> None:
+        """A backward through this one is to come, in whatever order, maybe after the engine's own has begun."""
+        if self.reshard != "keep":
+            raise refuse_second_backward()
+        self._twice = True
 
     def _paid(self, at: int) -> None:
         self._owed[at] -= 1
@@ -202,14 +232,30 @@ class Gathering:
 
     # --- what the engine says --------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, loss: Tensor) -> None:
         self._first.stop()
         self._agree()  # training that never calls the model's own forward
         self.settle()
         self.in_backward = True
         self._need_root()  # it is there, but for a second backward
-        self._fetch(early := self._uses.early(len(self._uses) - 1))
+        self._fetch(early := self._plan(loss))
         self._wait(*early)
+
+    def _plan(self, loss: Tensor) -> list[int]:
+        """The blocks that backward from ``loss`` may come to before anything says so."""
+        left = [*self._before, self._uses]
+        if not (self._walks or any(uses.unsure for uses in left)):
+            return []
+        numbers = reached(loss, min((uses.first for uses in left if uses.first is not None), default=0))
+        at_once = [block for uses in left for block in uses.plan(numbers)]
+        if not self._looked:  # once, whatever it looks like; and on, where it was not what it looked like
+            self._looked = True
+            self._walks = any(uses.any_early for uses in left)
+        return at_once
+
+    def explain(self, error: RuntimeError) -> UsageError | None:
+        """What is said instead of torch's ``error``, raised in backward."""
+        return missed() if is_missed(error) else None
 
     def arrived(self, number: int) -> None:
         """A gradient of unit ``number`` is complete; the last one of a block without inputs' gradients releases it."""
@@ -219,6 +265,8 @@ class Gathering:
 
     def end_backward(self, *, failed: bool) -> None:
         self.in_backward = self._running = self._graph = False
+        if self._uses.unsure:
+            self._before.append(self._uses)
         self._uses = Uses(self.prefetch)
         self._owed = list(self._trainable)
         self.order.begin()
@@ -226,13 +274,24 @@ class Gathering:
             self.release_all()
 
     def release_all(self) -> None:
-        """What is gathered is not what it was, or is of no use any more."""
+        """What is gathered is of no use any more."""
         self._idle = None
+        self._twice = False
         self._kept.clear()
         if not self.pinned:
             self._held.clear()
             for unit in self.units:
                 unit.release()
+
+    def changed(self) -> None:
+        """The shards are not what they were, and what was computed before has no backward any more."""
+        self._before.clear()
+        self.release_all()
+        if self.pinned:
+            for unit in self.units:
+                unit.renew()
+            for unit in self.units:
+                unit.wait()
 
     def settle(self) -> None:
         """A forward is over: what stays until backward does, and nothing else."""
@@ -273,11 +332,20 @@ class Gathering:
                 self.units[number].wait()
 
     def _release(self, at: int) -> None:
-        if not self.pinned:
+        if not (self.pinned or self._twice):
             self._held.discard(at)
             self._kept.discard(at)
             for number in self._blocks[at]:
                 self.units[number].release()
+
+
+def _refuse_transforms() -> None:
+    if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            "the model is called inside a transform of torch.func (vmap, grad, …) while its parameters are partitioned "
+            "(stage 3), and backward through that cannot be followed",
+            hint="call it plainly, or vmap under torch.no_grad(); else train with zero.stage 2",
+        )
 
 
 def _called(module: nn.Module) -> list[nn.Module]:

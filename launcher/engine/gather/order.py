@@ -8,9 +8,10 @@ another way is found again at its next block.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +30,14 @@ class Order:
         self._defined = list(defined)
         self._expected = list(defined)
         self._recorded: list[int] = []
+        self._digest = 0  # of all uses since it was told
         self.agreed = False
         self.begin()
 
     def begin(self) -> None:
         """A pass begins."""
         self._at = 0  # uses that are behind
+        self._last = NOTHING
         self._seen: set[int] = set()
         self._known = True  # whether the last use was expected at all
         self._astray = False  # a block came again, or late: what was seen is not expected any more
@@ -45,6 +48,9 @@ class Order:
     def use(self, block: int) -> None:
         """``block`` is used now."""
         self._seen.add(block)
+        if block != self._last:  # for immediate repetitions nothing is gathered
+            self._last = block
+            self._digest = (self._digest * 1_000_003 + block + 1) % 2_147_483_647
         if not self.agreed:
             self._recorded.append(block)
             if block not in self._expected[self._at : self._at + 1]:
@@ -60,6 +66,11 @@ class Order:
                 self._astray = True
                 found = self._expected.index(block)
             self._at = found + 1
+
+    def digest(self) -> int:
+        """A number below 2^31 of what was used in which order since it was asked for last: ranks compare it."""
+        told, self._digest = self._digest, 0
+        return told
 
     def ahead(self, block: int, count: int) -> list[int]:
         """At most ``count`` other blocks that come after this use of ``block``."""
@@ -110,12 +121,25 @@ class Order:
 
 
 class Use(NamedTuple):
-    """A block that backward will come to; ``begin``: how many such uses had ended when it began; ``early``: it computed
-    something after what it returned, to which backward may come first."""
+    """A block that backward may come to; ``begin``: how many such uses had ended when it began.
+
+    ``first`` and ``stop`` say which of autograd's operations were made meanwhile, by their numbers, ``outputs`` those
+    that made what it returned: not its own where it hands on what came in. ``fed``: what came in has a gradient.
+    """
 
     block: int
     begin: int
-    early: bool = False
+    first: int = 0
+    stop: int = 0
+    outputs: tuple[int, ...] = ()
+    fed: bool = True
+    told: bool = True  # backward says when it comes to what it returned
+
+    @property
+    def aside(self) -> bool:
+        """Whether backward may come to a part of it before it comes to what it returned."""
+        own = [number for number in self.outputs if number >= self.first]
+        return self.stop > self.first and (not own or min(own) < self.stop - 1)
 
 
 class Uses:
@@ -126,6 +150,11 @@ class Uses:
         self._uses: list[Use] = []
         self._task = -1  # the backward that goes through them
         self._left = 0  # what it is not through with
+        self.unsure = False
+        """Whether backward may come to a part of a use before it comes to what that returned."""
+        self._planned = False  # for the next backward
+        self._early: dict[int, list[int]] = {}  # of a use's number: those gathered with it
+        self._begun: list[int] = []  # of those: the ones that are gathered
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -135,9 +164,51 @@ class Uses:
         """The block that was used last."""
         return self._uses[-1].block if self._uses else None
 
+    @property
+    def first(self) -> int | None:
+        """The number of the first operation of them all."""
+        return min((use.first for use in self._uses), default=None)
+
     def add(self, use: Use) -> None:
         """``use`` has ended."""
         self._uses.append(use)
+        # Where nothing goes on into the next one, backward may never come to what the one before returned.
+        self.unsure |= use.aside or (not use.fed and len(self._uses) > 1)
+
+    def plan(self, reached: Sequence[int] | None) -> list[int]:
+        """Where backward comes to a part of a use before what that returned, which then is not the sign to gather it:
+        the last sign before is. Returns the blocks that no sign comes before, to be gathered at once.
+
+        ``reached``: the numbers of the operations that the next backward runs, rising; None: of all.
+        """
+        self._planned, self._early, self._begun = reached is not None, {}, []
+        there = None if reached is None else set(reached)
+        signs = []
+        for number, use in enumerate(self._uses):
+            told = [made for made in use.outputs if there is None or made in there]
+            if told:
+                signs.append((max(told), number))
+        sign_of = {number: sign for sign, number in signs}
+        signs.sort()
+        for number in reversed(range(len(self._uses))):
+            use = self._uses[number]
+            highest = use.stop - 1
+            if reached is not None:
+                at = bisect_left(reached, use.stop)
+                highest = reached[at - 1] if at else -1
+            if highest < use.first or sign_of.get(number, -1) >= highest:
+                continue  # it is not reached, or its own sign comes in time
+            after = bisect_left(signs, (highest, -1))
+            if after < len(signs):
+                self._early.setdefault(signs[after][1], []).append(number)
+            else:
+                self._begun.append(number)
+        return [self._uses[number].block for number in self._begun]
+
+    @property
+    def any_early(self) -> bool:
+        """Whether the last plan had any."""
+        return bool(self._early or self._begun)
 
     def through(self, first: int) -> list[int]:
         """Backward is through with all uses that began when ``first`` had ended: blocks of those that it does not come
@@ -145,7 +216,11 @@ class Uses:
         task = torch._C._current_graph_task_id()
         if self._task != task:
             self._task, self._left = task, len(self._uses)
+            if self.unsure and not self._planned:
+                self.plan(None)  # not the engine's own backward
+            self._planned = False
         wanted, found = self.next(first - 1), []
+        wanted += [self._uses[number].block for number in self._begun if number < first]
         while self._left and self._uses[self._left - 1].begin >= first:
             self._left -= 1
             if self._uses[self._left].block not in wanted:
@@ -157,23 +232,42 @@ class Uses:
         return number < self._left
 
     def early(self, number: int) -> list[int]:
-        """The block of use ``number``, if backward may come to it before what it returned."""
-        return [self._uses[number].block] if number >= 0 and self._uses[number].early else []
+        """Blocks that backward may come to before the sign for them, after that of use ``number``."""
+        numbers = self._early.get(number, [])
+        self._begun += numbers
+        return [self._uses[early].block for early in numbers]
 
     def next(self, number: int) -> list[int]:
         """The block of use ``number``, and those that backward comes to then."""
         found: list[int] = []
         while number >= 0 and len(found) <= self._prefetch:
-            if self._uses[number].block not in found:
-                found.append(self._uses[number].block)
+            use = self._uses[number]
+            if use.told and use.block not in found:
+                found.append(use.block)
             number -= 1
         return found
 
 
-def goes_on(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is an operation after those that made ``tensors``."""
-    made = [t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None]
-    return bool(made) and torch.autograd._get_sequence_nr() > max(made) + 1  # type: ignore[attr-defined]
+def now() -> int:
+    """The number that the next operation of a graph will have: autograd goes from the highest to the lowest."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def made_by(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The numbers of the operations that made ``tensors``."""
+    return tuple(t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None)
+
+
+def reached(loss: Tensor, lowest: int) -> list[int]:
+    """The numbers, rising, of the operations from ``lowest`` on that backward from ``loss`` comes to."""
+    found = {loss.grad_fn} - {None}
+    ahead: list[Any] = list(found)
+    while ahead:
+        for node, _ in ahead.pop().next_functions:
+            if node is not None and node not in found and node._sequence_nr() >= lowest:
+                found.add(node)
+                ahead.append(node)
+    return sorted(node._sequence_nr() for node in found)  # type: ignore[union-attr]
 
 
 def _runs(uses: list[int]) -> list[int]:

@@ -172,6 +172,16 @@ class FlatUnit:
         if self.gathered or self._arriving or self.shard is None:
             return
         self.full.untyped_storage().resize_(self._nbytes)
+        self._fill()
+
+    def renew(self) -> None:
+        """Starts to fill ``full`` anew where it is there (stage 3): the shards have changed."""
+        self.wait()
+        if self.gathered and self.shard is not None:
+            self.gathered = False
+            self._fill()
+
+    def _fill(self) -> None:
         for place, own in self._own:
             place.copy_(own)
         self._gather_buckets()

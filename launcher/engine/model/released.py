@@ -3,6 +3,10 @@
 A released parameter has its shape and no memory, and torch's kernels read it all the same, which ends the process. So
 its class is another one until it is gathered again: torch asks that class before it does anything with the tensor. It
 costs a tenth of a microsecond to change, and nothing while parameters are there: they are ``nn.Parameter`` as ever.
+
+What autograd keeps of a parameter it reads without asking. But it compares the version with which it was kept: while
+it is released that is one which no parameter has, so that a backward which comes when it is not there is an error, and
+reads no freed memory (:func:`is_missed`).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,15 +44,23 @@ class Veil:
 
     def __init__(self, tensors: Sequence[nn.Parameter], names: Sequence[str], modules: Sequence[str]) -> None:
         # Tensors of a kind of their own (fake ones, a user's subclass) stay what they are.
-        self._tensors = [tensor for tensor in tensors if type(tensor) is nn.Parameter]
+        self._tensors = tuple(tensor for tensor in tensors if type(tensor) is nn.Parameter)
+        self._counted = tuple(tensor for tensor in self._tensors if not tensor.is_inference())
+        self._versions: tuple[int, ...] | None = None  # while they are released: those before
+        self._gone = (_GONE,) * len(self._counted)
         for tensor, name in zip(tensors, names):  # noqa: B905 (Python 3.9 on the nodes)
             tensor._zero_released = (name, tuple(modules))  # type: ignore[attr-defined]
 
     def draw(self) -> None:
+        self._versions = tuple(map(_version_of, self._counted))
+        _set_versions(self._counted, self._gone)
         self._become(Released)
 
     def lift(self) -> None:
-        self._become(nn.Parameter)
+        if self._versions is not None:
+            self._become(nn.Parameter)
+            _set_versions(self._counted, self._versions)
+            self._versions = None
 
     def _become(self, kind: type[nn.Parameter]) -> None:
         # A loop without a line of Python for each: this is done four times a step.
@@ -62,6 +75,29 @@ def refusal(name: str, modules: Sequence[str]) -> UsageError:
         f"parameter {name} is used outside the forward of {', '.join(modules)}, where alone it is whole (stage 3)",
         hint="to read it beside training: with zero.gathered(): · where the model itself uses it elsewhere, name it in "
         f"the model's own list: zero_kept = ({name!r},); or choose units (zero.unit) that hold every use of theirs",
+    )
+
+
+def refuse_second_backward() -> UsageError:
+    """What is said of a backward through released blocks that makes a graph."""
+    return UsageError(
+        "a backward through partitioned blocks makes a graph for a second one (create_graph=True), for which their "
+        "parameters would not be there (stage 3)",
+        hint="train with zero.stage 2, or with zero.reshard: keep, where blocks stay until zero.backward is through",
+    )
+
+
+def is_missed(error: RuntimeError) -> bool:
+    """Whether a backward raised ``error`` because it needed a released parameter."""
+    return f"is at version {_GONE};" in str(error)
+
+
+def missed() -> UsageError:
+    """What is said then."""
+    return UsageError(
+        "backward came to an operation whose parameter was not there (stage 3): it was computed where backward of its "
+        "block is not expected",
+        hint="let a block return what the loss needs of it; or zero.reshard: keep, or zero.stage 2",
     )
 
 
@@ -100,3 +136,25 @@ def _without_values() -> frozenset[Callable[..., Any]]:
 
 
 _WITHOUT_VALUES = _without_values()
+_GONE = 2_000_000_011  # no parameter is written that often
+_version_of = attrgetter("_version")
+
+
+def _set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    set_version: Any = torch._C._autograd._unsafe_set_version_counter
+    if _OF_SEVERAL:
+        set_version(tensors, versions)
+    else:
+        deque(map(set_version, tensors, versions), maxlen=0)
+
+
+def _takes_several() -> bool:
+    """Whether torch sets the versions of several tensors at once: it took one until 2.5."""
+    try:
+        torch._C._autograd._unsafe_set_version_counter((), ())  # type: ignore[arg-type, unused-ignore]
+    except TypeError:
+        return False
+    return True
+
+
+_OF_SEVERAL = _takes_several()

@@ -61,7 +61,7 @@ def settle(engine: ZeroEngine) -> None:
         for flat in engine.units:
             flat.wait()
     if engine.gathering is not None:
-        engine.gathering.release_all()
+        engine.gathering.changed()
 
 
 class _Wanted(NamedTuple):
