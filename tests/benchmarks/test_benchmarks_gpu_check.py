@@ -15,7 +15,7 @@ SCRIPT = ROOT / "scripts" / "gpu_check"
 
 
 def _run(*options: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([python, str(SCRIPT), *options], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([python, str(SCRIPT), *options], capture_output=True, text=True, timeout=280, check=False)
 
 
 def test_a_row_and_a_json_value_a_stage_and_equal_losses() -> None:

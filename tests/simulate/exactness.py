@@ -87,7 +87,7 @@ def rows(cases: list[Case]) -> list[Row]:
         real[world] = (
             [run_batch([{"real": p} for p in plains])]
             if world == 1
-            else run_ranks(world, measure_all, plains, timeout_s=300)
+            else run_ranks(world, measure_all, plains, timeout_s=800)
         )
     return [
         _row(case, rank, one, real[case.world][rank][numbers[id(case)]])
@@ -127,7 +127,7 @@ def run_batch(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     answers: list[dict[str, Any]] = json.loads(done.stdout)

@@ -18,6 +18,7 @@ from exactness import (
 )
 from real_steps import SETTINGS
 
+pytestmark = pytest.mark.timeout(900)  # all cases at once, in the first test: four minutes on a busy machine
 QUICK: dict[str, tuple[int, ...]] = {
     "bf16": (3,),
     "fp16": (1,),

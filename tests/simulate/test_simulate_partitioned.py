@@ -37,6 +37,7 @@ def _hold(names: tuple[str, ...], recompute: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_every_setting(recompute: str) -> None:
     _hold(tuple(CASES), recompute)

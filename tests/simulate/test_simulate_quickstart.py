@@ -22,7 +22,7 @@ def zerun(*arguments: str, runs: Path) -> str:
         env={**os.environ, "ZERUN_RUNS": str(runs)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -34,6 +34,7 @@ def by_lines(plan: dict[str, Any]) -> int:
     return max(sum(alive[moment] for alive in lines) for moment in ("loss", "backward", "update"))
 
 
+@pytest.mark.timeout(900)
 def test_the_plan_is_what_the_run_records(tmp_path: Path) -> None:
     """Memory, state and traffic: the simulated peak is the run's own, arithmetic is within one percent."""
     run = zerun("submit", "jobs/quickstart.yaml", "--follow", runs=tmp_path).split()[0]
