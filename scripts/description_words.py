@@ -224,7 +224,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "Units.names": ("a pattern, or a list", "modules whose names match (`layers.*.mlp`), the outermost ones"),
     "Units.size": ("bytes", "neighbouring modules up to so many bytes of parameters; larger blocks are divided"),
     "Parallel.tensor": ("1 or more", "tensor-parallel degree: so many neighbouring ranks hold the pieces of the same layers"),
-    "Parallel.split": ("a map of name patterns to `column` `column/3` `row` `vocabulary`", "how the layers of a model of your own are cut; `column/3` for fused q, k and v"),
+    "Parallel.split": ("a map of name patterns to `column` `column/3` `row` `vocabulary`", "how the layers of a model of your own are cut; `column/3` for fused q, k and v. What a model must do for it: [zero.md](zero.md#layers-cut-over-tensor-ranks)"),
     "Optimizer.kind": ("`adamw` `sgd`", ""),
     "Optimizer.lr": ("above 0", "highest learning rate"),
     "Optimizer.weight_decay": ("0 or more", "AdamW: decoupled; SGD: added to the gradient"),
