@@ -26,12 +26,12 @@ OWN: dict[str, tuple[str, str, str]] = {
     "zero.unit.classes": ("list of str", "every stage", "modules of these classes, the outermost ones (a job's `class`)"),
     "zero.unit.names": ("list of str", "every stage", "modules whose names match (`layers.*.mlp`), the outermost ones"),
     "zero.unit.size_bytes": ("int or None", "every stage", "neighbouring modules up to so many bytes of parameters (a job's `size`)"),
-    "optimizer.lr": ("float", "AdamW, SGD", "the rate until the loop sets `zero.lr`"),
-    "optimizer.warmup": ("int", "a job's loop alone", "`step` never looks at it: the loop sets `zero.lr`"),
+    "optimizer.lr": ("float, above 0", "AdamW, SGD", "the rate until the loop sets `zero.lr`"),
+    "optimizer.warmup": ("int, 0 or more", "a job's loop alone", "`step` never looks at it: the loop sets `zero.lr`"),
     "optimizer.schedule": ("`cosine` `constant`", "a job's loop alone", "the same"),
-    "optimizer.lr_floor": ("float", "a job's loop alone", "the same: what of `lr` is left at the last step"),
-    "optimizer.betas": ("2 floats", "AdamW", "as in `torch.optim.AdamW`"),
-    "optimizer.eps": ("float", "AdamW", "the same"),
+    "optimizer.lr_floor": ("float, 0 or more", "a job's loop alone", "the same: what of `lr` is left at the last step"),
+    "optimizer.betas": ("2 floats, 0 to below 1", "AdamW", "as in `torch.optim.AdamW`"),
+    "optimizer.eps": ("float, above 0", "AdamW", "the same"),
     "optimizer.nesterov": ("`True` `False`", "SGD", "as in `torch.optim.SGD`"),
     "optimizer.momentum": ("float, 0 to below 1", "SGD", "0 keeps no state"),
 }  # fmt: skip
@@ -69,6 +69,7 @@ def rows() -> list[list[object]]:
             else:
                 words, meaning = MEANINGS[_JOBS[prefix] + name]
                 accepts, at = (words if "`" in words and kind != "bool or None" else _text(kind)), AT[key]
+                accepts += f", {words}" if kind.startswith("float") else ""
             found[key] = [f"`{key}`", accepts, default, at, meaning]
     return list(found.values())
 
