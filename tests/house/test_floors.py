@@ -149,7 +149,7 @@ ENGINE = {
     "config": 1, "tensor": 1,
     "model": 2,
     "gather": 3, "reduce": 3, "update": 3, "activations": 3, "unchanged": 3, "kept": 3,
-    "agreement": 4,
+    "agreement": 4, "attached": 4,
     "ranks": 5,
     "build": 6, "saving": 6,
     "zero": 7,
