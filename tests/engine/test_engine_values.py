@@ -1,4 +1,4 @@
-"""Values that train nonsense, and processes that would train alone, are refused by name; a random state stays its own."""
+"""Values that train nonsense, and processes that would train alone, are refused; a random state stays a rank's own."""
 
 from __future__ import annotations
 
