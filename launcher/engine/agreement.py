@@ -58,6 +58,22 @@ def agree_on_model(comm: Comm, layout: Layout, model: nn.Module, groups: Sequenc
     )
 
 
+def agree_on_recording(comm: Comm, why: str | None, device: torch.device) -> None:
+    """Raises :class:`UsageError` on all ranks where some cannot record the function that builds the model and others
+    can; ``why`` is the reason of one that cannot."""
+    flag = torch.tensor([int(why is not None)], dtype=torch.uint8, device=device)
+    cannot = comm.gather_small(flag, "how the model is built")[:, 0].tolist()
+    if len(set(cannot)) == 1:
+        return
+    reasons = gather_bytes(comm, (why or "").encode(), "how the model is built", device)
+    rank, other = cannot.index(1), cannot.index(0)
+    raise UsageError(
+        f"rank {rank} cannot record the function that builds the model, rank {other} can: {reasons[rank].decode()}",
+        hint="every rank must build alike: what looks at values (a print, a norm) has to do so on all ranks, or after "
+        "ZeroEngine is made",
+    )
+
+
 def settings_of(config: EngineConfig, chosen: Chosen, model: object, degree: int) -> dict[str, Any]:
     """All that an engine is told, but for the model itself."""
     return {

@@ -17,10 +17,11 @@ from ..contract.errors import UsageError
 from ..contract.partition import Layout
 from .activations.recompute import make_store, recompute
 from .activations.stored import Store
-from .agreement import agree_on_model
+from .agreement import agree_on_model, agree_on_recording
 from .comm import barrier
 from .config import EngineConfig
-from .model.deferred import NotDeferred, Recording, built_whole, record, refuse_meta
+from .heap import apart
+from .model.deferred import NotDeferred, Recording, built_whole, memory_told, record, refuse_meta
 from .model.flat import FlatUnit, Stage
 from .model.groups import Group, Groups
 from .model.precision import gradient_dtype, working_dtype
@@ -67,17 +68,24 @@ class Builder:
             return self._flatten(model, described, None)
         own = self._same_random_state()
         try:
-            return self._build_by(model)
+            with apart():
+                return self._build_by(model)
         finally:
             if own is not None:
                 torch.set_rng_state(own)
 
     def _build_by(self, factory: Callable[[], nn.Module]) -> Built:
+        recorded, why = None, None
         try:
-            built, recording = record(factory)
-        except NotDeferred as why:
+            recorded = record(factory)
+        except NotDeferred as problem:
+            why = str(problem)
+        agree_on_recording(self.ranks.world, why, self.device or torch.device("cpu"))
+        if recorded is None:
             _log.warning("the model is built whole, a rank at a time: %s", why)
-            return self._in_turn(factory)
+            with memory_told(lambda: f"the model was built whole, since it cannot be recorded: {why}"):
+                return self._in_turn(factory)
+        built, recording = recorded
         described = self._describe(built)
         self._agree(built, described)
         return self._flatten(built, described, recording)
@@ -152,17 +160,18 @@ class Builder:
         made: dict[int, nn.Parameter] = {}
         for unit in described.layout.units:
             tensors = [described.tensors[p.name] for p in unit.parameters]
-            flat = FlatUnit(
-                unit,
-                tensors,
-                self.stage,
-                self.ranks.shard,
-                whole_gradient=not (self.stage.shards_gradients and self.every_micro_step),
-                gradient_dtype=gradient_dtype(config.zero.gradient_dtype, config.precision),
-                recording=recording,
-                device=device,
-            )
-            flat.release()
+            with memory_told(lambda name=unit.name: f"unit {name} was made"):  # type: ignore[misc]
+                flat = FlatUnit(
+                    unit,
+                    tensors,
+                    self.stage,
+                    self.ranks.shard,
+                    whole_gradient=not (self.stage.shards_gradients and self.every_micro_step),
+                    gradient_dtype=gradient_dtype(config.zero.gradient_dtype, config.precision),
+                    recording=recording,
+                    device=device,
+                )
+                flat.release()
             made.update({id(old): new for old, new in zip(tensors, flat.tensors) if old is not new})  # noqa: B905
             units.append(flat)
         _replace(model, made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +220,100 @@ def test_a_factory_that_looks_at_values_is_built_a_rank_at_a_time(caplog: pytest
     assert "built whole, a rank at a time" in caplog.text
 
 
+def _apart(rank: int, world: int) -> str:
+    """Rank 1 alone prints a norm."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+        if rank == 1:
+            print(float(model[0].weight.detach().norm()))
+        return model
+
+    with pytest.raises(UsageError) as caught:
+        ZeroEngine(build, CONFIG)
+    return str(caught.value)
+
+
+def test_one_rank_that_cannot_record_is_named_on_all() -> None:
+    for told in run_ranks(3, _apart):
+        assert "rank 1 cannot record the function that builds the model, rank 0 can: Tensor.item()" in told
+
+
+def _refused() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(2**21, 2**21, bias=False))  # 16 TiB
+
+
+def _asks_python() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, len(bytearray(2**50))))
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind", "told"),
+    [
+        (
+            _refused,
+            RuntimeError,
+            r"can't allocate memory.*; meanwhile the model was recorded, at .* of 2097152 x 20971",
+        ),
+        (_asks_python, MemoryError, "memory was refused; meanwhile the model was recorded"),
+    ],
+)
+def test_memory_that_is_refused_is_no_reason_to_build_whole(
+    factory: Callable[[], nn.Module], kind: type[Exception], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with pytest.raises(kind, match=f"(?s){told}"):
+        ZeroEngine(factory, CONFIG)
+    assert "built whole" not in caplog.text
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_a_refused_unit_was_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_kw: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(FlatUnit, "release", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\.; meanwhile unit 0 was made"):
+        ZeroEngine(lambda: nn.Sequential(nn.Linear(64, 64)), CONFIG)
+
+
+class Drawn(nn.Module):
+    """Draws by the values of deferred tensors, in ways that take as much of the generator whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = nn.Parameter(torch.rand(40, 40))
+        self.coins = nn.Parameter(torch.bernoulli(self.chance.detach()))
+        self.noise = nn.Parameter(torch.normal(self.coins.detach(), self.chance.detach()))
+        self.after = nn.Linear(40, 40)
+
+
+class Counts(Drawn):
+    """… and in one that takes as much as the values say, which cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.poisson(self.chance.detach() * 9))
+
+
+def test_values_that_are_drawn_by_values() -> None:
+    _same(Drawn)
+    with pytest.raises(deferred.NotDeferred, match="poisson"):
+        record(Counts)
+
+
+@pytest.mark.parametrize("look", [lambda w: w.numpy(), lambda w: w.tolist(), lambda w: w.cpu(), lambda w: w[w > 0]])
+def test_whoever_looks_cannot_be_recorded(look: Callable[[torch.Tensor], object]) -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(64, 64)
+        look(layer.weight.detach())
+        return layer
+
+    with pytest.raises(deferred.NotDeferred):
+        record(build)
+
+
 def _resident_bytes(kind: str) -> int:
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(kind))
@@ -233,7 +326,6 @@ def _many() -> nn.Module:
 def _peak(rank: int, world: int, how: str) -> float:
     """Resident bytes that construction needed at its highest before the optimizer's state, in units of the
     whole weights. A quarter of the parameters and of the gradient are this rank's own."""
-    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed is gone, so that residence means use
     record(lambda: nn.Linear(50, 50))  # torch loads what it needs for meta tensors
     seen: list[int] = []
     plain = FlatUnit.make_moments

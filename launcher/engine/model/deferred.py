@@ -5,7 +5,7 @@ each with the state of the random generator before it. Later any one tensor is m
 own operations again, with the very numbers that an ordinary construction would have drawn; it is then
 sliced and dropped. At no time is more than one large parameter whole.
 
-Random operations are carried out once while recording, into a tensor that is thrown away at once: that
+Random operations are carried out once while recording, into scratch memory that is one piece for all of them: that
 is what moves the generator on exactly as an ordinary construction does.
 
 A factory may also build on the meta device itself. What its construction leaves without values is then filled as its
@@ -33,8 +33,43 @@ LARGE = 1024
 """Elements from which on a tensor is deferred."""
 
 
+DRAWN_BY_VALUE = {"poisson", "binomial", "multinomial", "_standard_gamma", "_sample_dirichlet"}
+"""Operations whose use of the generator depends on values, which a deferred tensor has not."""
+
+
 class NotDeferred(Exception):
     """This factory cannot be deferred; says why."""
+
+
+class _Scratch:
+    """Stands in for deferred tensors of one operation after the other: one piece, as large as the largest needs.
+
+    A tensor each, taken and freed between what a model keeps, makes the heap grow by the whole model (``engine.heap``).
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._used = 0
+
+    def begin(self) -> Callable[[Tensor], Tensor]:
+        """What makes the tensors of the next operation; those of the one before must not be used any more."""
+        self._used = 0
+        return self._like
+
+    def end(self) -> None:
+        self._memory = self._memory.new_empty(0)
+
+    def _like(self, meta: Tensor) -> Tensor:
+        """Zeros of the same shape and strides: random kernels treat dense and strided tensors differently."""
+        reach = 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride()))  # noqa: B905 (Python 3.9)
+        nbytes = meta.element_size() * (reach if meta.numel() else 0)
+        start = -(-self._used // 64) * 64
+        if start + nbytes > self._memory.numel():
+            self.end()  # another tensor of this operation may still hold it
+            self._memory, start = self._memory.new_empty(nbytes), 0
+        self._used = start + nbytes
+        piece = self._memory[start : start + nbytes].zero_().view(meta.dtype)
+        return piece.as_strided(meta.shape, meta.stride(), piece.storage_offset())
 
 
 @dataclass
@@ -85,6 +120,8 @@ class Recording(Watching):  # type: ignore[no-untyped-call]
         self._operations: list[_Operation] = []
         self._filled: set[int] = set()
         self._alive: list[Any] = []  # storages, so that their addresses stay theirs
+        self._scratch = _Scratch()
+        self._running: tuple[Any, Any] | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -93,14 +130,37 @@ class Recording(Watching):  # type: ignore[no-untyped-call]
             return self._run_watched(function, args, kwargs)
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
+            if reads and function.overloadpacket.__name__ in DRAWN_BY_VALUE:
+                raise NotDeferred(f"what {function} draws depends on values")
             state = torch.get_rng_state()
-            _run(function, args, kwargs, _scratch)
+            self._draw(function, args, kwargs)
         outputs = function(*args, **{**kwargs, **({} if reads else {"device": torch.device("meta")})})
         made = [t for t in tree_iter(outputs) if isinstance(t, Tensor)]
         written = {_key(t) for t in made if not _is_view(function)}
         self._alive += [t.untyped_storage() for t in made]
         self._note(_Operation(function, args, kwargs, outputs, reads, frozenset(written), state))
         return outputs
+
+    def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Moves the generator on as the operation does."""
+        self._running = function, args
+        _run(function, args, kwargs, self._scratch.begin())
+        self._running = None
+
+    @property
+    def at(self) -> str:
+        """What is being carried out, for people."""
+        if self._running is None:
+            return "recorded"
+        function, args = self._running
+        shapes = [list(t.shape) for t in _tensors(args)] or [list(a) for a in args if isinstance(a, (list, tuple))]
+        name = getattr(function, "__name__", str(function))
+        return f"recorded, at {name} of {' x '.join(map(str, shapes[0])) if shapes else 'a tensor'}"
+
+    def end(self) -> None:
+        """The factory is through."""
+        self._scratch.end()
+        self._running = None
 
     def _note(self, operation: _Operation) -> None:
         """With aliases of its tensors: a parameter may be given another storage later (``model.to(dtype)``)."""
@@ -120,7 +180,7 @@ class Recording(Watching):  # type: ignore[no-untyped-call]
             state = torch.get_rng_state()
             key = frozenset({_key(tensor)})
             with torch.utils._python_dispatch._disable_current_modes():
-                _run(function, (tensor, *args), kwargs, _scratch)
+                self._draw(function, (tensor, *args), kwargs)
                 self._note(_Operation(function, (tensor, *args), kwargs, tensor, key, key, state))
             return tensor
 
@@ -205,11 +265,6 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any], real: Callable[[Tenso
         return function(*tree_map(value, args), **named)
 
 
-def _scratch(meta: Tensor) -> Tensor:
-    """A real tensor of the same shape and strides: random kernels treat dense and strided ones differently."""
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
-
-
 def _as_real(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
     """The real tensor at the same place of the same storage."""
     base = real[_key(meta)]
@@ -220,31 +275,59 @@ def record(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
     """The factory's model with large tensors on the meta device, and what makes them real.
 
     Raises :class:`NotDeferred`, with the random generator as it was, for a factory that looks at its values
-    while it builds, or fills a tensor in a way that cannot be noted.
+    while it builds, or fills a tensor in a way that cannot be noted. Memory that is refused is no such reason: that
+    error goes on as it is.
     """
     recording = Recording()
     state = torch.get_rng_state()
     try:
-        with _init_functions_noted(recording), recording:
+        with _init_functions_noted(recording), recording, memory_told(lambda: f"the model was {recording.at}"):
             model = factory()
             _fill(model, recording)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.device.type == "meta" and not recording.is_filled(tensor):
                 raise NotDeferred(f"how {name} gets its first values could not be noted")
-    except (NotImplementedError, RuntimeError) as error:
+    except BaseException as error:
         torch.set_rng_state(state)
-        raise NotDeferred(str(error).strip().splitlines()[0]) from error
-    except NotDeferred:
-        torch.set_rng_state(state)
+        if _wants_values(error) or (isinstance(error, RuntimeError) and not _is_memory(error)):
+            raise NotDeferred((str(error).strip() or type(error).__name__).splitlines()[0]) from error
         raise
+    finally:
+        recording.end()
     return model, recording
+
+
+@contextmanager
+def memory_told(what: Callable[[], str]) -> Iterator[None]:
+    """An error that memory was refused says what was being done, and goes on as it is."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if _is_memory(error):
+            error.args = (f"{str(error).strip() or 'memory was refused'}; meanwhile {what()}",)
+        raise
+
+
+def _is_memory(error: BaseException) -> bool:
+    """Whether memory was refused, on any device: torch has no class of its own for that on CPU."""
+    kinds = (MemoryError, getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError))
+    told = ("can't allocate memory", "out of memory", "bad_alloc")
+    return isinstance(error, kinds) or any(words in str(error).lower() for words in told)
+
+
+def _wants_values(error: BaseException) -> bool:
+    """Whether numpy, or who takes memory as it does, was to read a deferred tensor: no RuntimeErrors."""
+    return isinstance(error, (TypeError, BufferError)) and "meta" in str(error)
 
 
 def built_whole(factory: Callable[[], nn.Module]) -> nn.Module:
     """The factory's model in memory. Raises :class:`UsageError` for a parameter on the meta device."""
     with Watching() as watching:
         model = factory()
-        _fill(model, watching)
+        try:
+            _fill(model, watching)
+        except NotDeferred as why:
+            raise UsageError(str(why)) from why
     return refuse_meta(model)
 
 
