@@ -175,7 +175,7 @@ class Gathering:
             stop = now()
             use = self._open.pop() if self._open else Use(at, len(self._uses), stop)
             tensors = tensors_in(outputs) if torch.is_grad_enabled() else []
-            backward = bool(tensors) or stop > use.first
+            backward = bool(tensors) or (torch.is_grad_enabled() and stop > use.first)
             if tensors:
                 register_multi_grad_hook(tensors, self._before_backward(self._uses, len(self._uses)), mode="any")
             if backward:
