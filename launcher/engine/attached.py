@@ -57,15 +57,15 @@ class Attached:
                 vars(module).pop(_STATE, None)
                 forward_without(vars(module))
                 for hooks in _hooks_in(vars(module), ours).values():
-                    for number in ours.intersection(hooks):
+                    for number in [number for number in hooks if number in ours]:
                         del hooks[number]
 
-    def _ours(self) -> frozenset[int]:
+    def _ours(self) -> range:
         end = RemovableHandle.next_id if self._end is None else self._end
-        return frozenset(range(self._first, end))  # torch numbers all hooks of a process in one row
+        return range(self._first, end)  # torch numbers all hooks of a process in one row
 
 
-def _state_of(reference: weakref.ref[nn.Module], ours: frozenset[int], under_way: Arriving | None) -> Callable[[], Any]:
+def _state_of(reference: weakref.ref[nn.Module], ours: range, under_way: Arriving | None) -> Callable[[], Any]:
     """What copies and files take over of a module; its parameters arrive before."""
 
     def state() -> Any:
@@ -81,7 +81,7 @@ def _state_of(reference: weakref.ref[nn.Module], ours: frozenset[int], under_way
     return state
 
 
-def _plain(state: Mapping[str, Any], ours: frozenset[int]) -> dict[str, Any]:
+def _plain(state: Mapping[str, Any], ours: range) -> dict[str, Any]:
     plain = {key: value for key, value in state.items() if key != _STATE}
     forward_without(plain)
     for key, hooks in _hooks_in(plain, ours).items():
@@ -89,7 +89,7 @@ def _plain(state: Mapping[str, Any], ours: frozenset[int]) -> dict[str, Any]:
     return plain
 
 
-def _hooks_in(state: Mapping[str, Any], ours: frozenset[int]) -> dict[str, Any]:
+def _hooks_in(state: Mapping[str, Any], ours: range) -> dict[str, Any]:
     """A module's collections of hooks, by the attribute, that hold some of ``ours``."""
     found = {key: value for key, value in state.items() if "hooks" in key and isinstance(value, OrderedDict)}
-    return {key: value for key, value in found.items() if not ours.isdisjoint(value)}
+    return {key: value for key, value in found.items() if any(number in ours for number in value)}
