@@ -57,8 +57,7 @@ class Background:
 
     def begin(self, folder: Path, step: int, about: checkpoint.About) -> Path:
         """Takes the state; returns when training may go on. Waits for the save before it, which uses the copy."""
-        if self._under_way is not None:
-            self.publish()
+        self.finish()
         engine = self._engine
         target = checkpoint.begin(engine, folder, step, about)
         shard = None

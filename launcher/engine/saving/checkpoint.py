@@ -31,7 +31,7 @@ from ...contract.pruning import remove_checkpoint
 from ..comm import barrier
 from . import shardfile
 from .agreed import agree_on_place, by_all, check_extra, check_place
-from .filling import PARAMETERS, fill, overwriting, persistent_buffers, settle
+from .filling import CHECKPOINT, PARAMETERS, fill, overwriting, persistent_buffers, settle
 
 if TYPE_CHECKING:
     from ..zero import ZeroEngine
@@ -306,7 +306,7 @@ def load(engine: ZeroEngine, folder: Path, step: int | None) -> Manifest:
         raise UsageError(
             f"{target} was saved with the optimizer {saved}, not {ours}", hint="state of one is none of another"
         )
-    with overwriting(engine, f"checkpoint {target}") as wrote:
+    with overwriting(engine, f"{CHECKPOINT}{target}", moments=True) as wrote:
         with by_all(world, "reading the checkpoint", device, wrote):
             lacking = fill(engine, target, manifest, wrote)
         fresh = _newly_trained(engine, target, manifest.layout, lacking)

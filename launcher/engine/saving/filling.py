@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..zero import ZeroEngine
 
 PARAMETERS = "parameters"
+CHECKPOINT = "checkpoint "
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
@@ -35,17 +36,18 @@ def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 @contextmanager
-def overwriting(engine: ZeroEngine, what: str) -> Iterator[Told]:
+def overwriting(engine: ZeroEngine, what: str, *, moments: bool) -> Iterator[Told]:
     """What is inside fills the engine by ``what``. ``own`` is set before a byte is written: where it then fails, on
-    whatever rank, no rank trains on."""
-    told = Told()
+    whatever rank, no rank trains on. Without ``moments``, what an earlier load has left half of them stays so."""
+    told, before = Told(), engine.half_loaded
+    mixed = before if before.startswith(CHECKPOINT) and not moments else ""
     try:
         yield told
     except BaseException:
         if told.own or any(told.everyone):
-            engine.half_loaded = what
+            engine.half_loaded = mixed or what
         raise
-    engine.half_loaded = ""
+    engine.half_loaded = mixed
 
 
 def settle(engine: ZeroEngine) -> None:

@@ -60,7 +60,7 @@ def load_weights(engine: ZeroEngine, path: Path) -> int:
         told = "\n".join(f"  {w.sentence()}" for w in wrong[:40])
         more = f"\n  … and {len(wrong) - 40} more" if len(wrong) > 40 else ""
         raise UsageError(f"weights {path} are not this model's:\n{told}{more}", hint="names are those of its modules")
-    with overwriting(engine, f"weights {path}") as wrote:
+    with overwriting(engine, f"weights {path}", moments=False) as wrote:
         with by_all(world, "reading weights", device, wrote), _Files(stored) as files:
             wrote.own = True
             for number in range(len(engine.units)):
