@@ -35,12 +35,15 @@ class Part(nn.Module):
 
 class Now(nn.Module):
     """``parts.1`` and ``late`` are first used in step 3, ``parts.2`` and ``other`` in every other one; ``parts.3`` and
-    ``still`` are always used, and frozen in steps 2 to 4; ``never`` is never used."""
+    ``still`` are always used, and frozen in steps 2 to 4; ``never`` is never used, ``tail``, of which rank 0 has no
+    element where shards are, in every third step."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.late, self.other, self.still, self.never = (nn.Parameter(torch.randn(n)) for n in (7, 300, 17, 5))
+        self.late, self.other, self.still, self.never, self.tail = (
+            nn.Parameter(torch.randn(n)) for n in (7, 300, 17, 5, 5)
+        )
         self.parts = nn.ModuleList(Part() for _ in range(4))
 
     def freeze(self, step: int) -> None:
@@ -53,6 +56,8 @@ class Now(nn.Module):
             x = self.parts[1](x) * self.late
         if step % 2:
             x = self.parts[2](x) + self.other.square().mean()
+        if step % 3 == 1:
+            x = x + self.tail.mean()
         return self.parts[3](x).square().mean()
 
 
@@ -162,6 +167,7 @@ def test_what_was_apart_joins_again_where_updates_do_not_count_and_memory_has_wh
         ("late", "parts.1.b", "parts.1.w"): 2,
         ("other", "parts.2.b", "parts.2.w"): 2,
         ("parts.3.b", "parts.3.w", "still"): 1,
+        ("tail",): 1,
         ("never",): 0,
     }
     assert engine.memory()["norm"] > before

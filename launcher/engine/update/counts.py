@@ -60,19 +60,25 @@ class Counted:
     def step(self, lr: float, factor: float, done: Done = nothing, unused: Collection[Key] = ()) -> None:
         """One update with ``factor`` × the gradient (which is clobbered) of all but the ``unused``, which stay as they
         are. ``done`` hears the number of each unit once it is updated, in the same order on every rank."""
+        if unused or len(self._cohorts) > 1:
+            self._divide(frozenset(unused))
         self.updates += 1
         if not unused and len(self._cohorts) == 1:
             self._whole.step(lr, factor, done)
             return
-        self._cohorts = [part for cohort in self._cohorts for part in _divided(cohort, frozenset(unused))]
         for cohort in self._cohorts:
             if not cohort.members.issubset(unused):
                 self._optimizer_of(cohort).step(lr, factor)
-        if not self._whole.counts:  # an update is an update
-            self._whole.updates = self.updates
-            self._cohorts = [_Cohort(self._every, optimizer=self._whole)]
         for number in self._order:
             done(number)
+
+    def _divide(self, unused: frozenset[Key]) -> None:
+        """Cohorts that are updated whole or not at all. Where no update depends on those before, what was apart joins
+        again as soon as other parameters are used."""
+        if not self._whole.counts and all(c.members != self._every - unused for c in self._cohorts):
+            self._whole.updates = self.updates
+            self._cohorts = [_Cohort(self._every, optimizer=self._whole)]
+        self._cohorts = [part for cohort in self._cohorts for part in _divided(cohort, unused)]
 
     def _optimizer_of(self, cohort: _Cohort) -> FlatOptimizer:
         if cohort.optimizer is None:

@@ -182,7 +182,8 @@ class FlatTorch:
             self._begin(optimizer)
         self.updates += 1
         for pieces, parameters in zip(self._sets, self._pieces):  # noqa: B905 (Python 3.9 on the nodes)
-            gradients = pieces.enter()[1]
+            # Scalars count on where this rank has no element of theirs too: another may write the checkpoint.
+            gradients = pieces.enter()[1] or [pieces.scratch[1].view(-1)]
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             for parameter, gradient in zip(parameters, gradients):  # noqa: B905 (Python 3.9 on the nodes)
