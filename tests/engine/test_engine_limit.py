@@ -1,4 +1,5 @@
 """A model is built under a limit that its own weights would break: the kernel refuses memory beyond it (RLIMIT_DATA).
+The allocator is as it comes, in a process that made no engine before, and then in the same one, which did.
 
 What a rank owns must fit below the limit too, so the cases differ in how much that is: at world 2 most of the model is
 frozen (half of the weights), at world 4 SGD keeps no moments (a quarter each of weights and gradients), at world 8
@@ -7,8 +8,6 @@ AdamW keeps two (an eighth of four kinds).
 
 from __future__ import annotations
 
-import ctypes
-import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,13 +24,16 @@ from launcher.contract.train import SGD, AdamW, Zero
 from launcher.engine import EngineConfig, ZeroEngine
 
 SHARE = 0.6  # of the whole weights, above what stood before
-SMALL, LARGE = (96, 512), (32, 768)  # blocks, width: what ranks keep beside their state does not shrink with a model
+# Blocks, width: what ranks keep beside their state does not shrink with a model.
+SMALL, LARGE, MANY, WIDE = (96, 512), (32, 768), (80, 768), (48, 1024)
 
 
 class Model(nn.Module):
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+        for block in self.blocks[1::2]:
+            block.weight = nn.Parameter(torch.randn(width, width) * 0.03)  # two tensors for one, and the one before
         self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,16 +70,16 @@ def _limited(more: int) -> Iterator[None]:
 
 
 def _build(rank: int, world: int, made: Callable[..., nn.Module], size: tuple[int, int], config: EngineConfig) -> str:
-    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed is given back, not kept for later
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # … by the first engine, for the second one (engine.heap)
-    ZeroEngine(partial(made, 1, size[1]), config)  # what libraries load and keep
     factory = partial(made, *size)
     with torch.device("meta"):
         weights = 4 * sum(p.numel() for p in factory().parameters())
     with _limited(int(SHARE * weights)):
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
-            factory()
+        first = ZeroEngine(factory, config)
+    with _limited(int(SHARE * weights)), pytest.raises(RuntimeError, match="can't allocate memory"):
+        factory()
+    with _limited(int(SHARE * weights)):
         zero = ZeroEngine(factory, config)
+    assert first.layout == zero.layout
     expected = {name: p.detach() for name, p in factory().named_parameters()}
     assert digest(whole_state(zero)) == digest(expected), "bit for bit the undistributed initialisation"
     zero.backward(zero.model(torch.ones(2, size[1])))
@@ -87,7 +89,10 @@ def _build(rank: int, world: int, made: Callable[..., nn.Module], size: tuple[in
 
 CASES = [
     pytest.param(2, _frozen, SMALL, AdamW(0.1), id="2 ranks, frozen blocks"),
-    pytest.param(4, _seeded, LARGE, SGD(0.1, 0.0), id="4 ranks, SGD", marks=pytest.mark.full),
+    *(
+        pytest.param(4, _seeded, size, SGD(0.1, 0.0), id="4 ranks, SGD, {} of {}".format(*size), marks=pytest.mark.full)
+        for size in (LARGE, SMALL, MANY, WIDE)
+    ),
     pytest.param(8, _seeded, LARGE, AdamW(0.1), id="8 ranks, AdamW", marks=pytest.mark.full),
 ]
 
