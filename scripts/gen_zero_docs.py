@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "tests" / "engine")]
 PAGE = ROOT / "docs" / "zero.md"
 
 import torch  # noqa: E402
-from engine_models import MODELS, batches, digest, relative, train, undistributed, whole_state  # noqa: E402
+from engine_models import MODELS, TINY, batches, digest, relative, train, undistributed, whole_state  # noqa: E402
 from engine_ranks import run_ranks as _run_ranks  # noqa: E402
 from zero_config import rows as keys_of_the_config  # noqa: E402
 
@@ -30,6 +30,7 @@ from launcher.contract.train import GPT as GPTConfig  # noqa: E402
 from launcher.contract.train import AdamW, Zero  # noqa: E402
 from launcher.engine.config import EngineConfig  # noqa: E402
 from launcher.engine.gpt import GPT  # noqa: E402
+from launcher.engine.model.precision import DTYPES, LossScale  # noqa: E402
 from launcher.engine.saving import shardfile  # noqa: E402
 from launcher.engine.zero import ZeroEngine  # noqa: E402
 
@@ -165,26 +166,74 @@ def volume(worlds: Sequence[int] = (2, 4)) -> str:
 
 # --- parity ---------------------------------------------------------------------------------------------
 
-PARITY = {"fp64": (torch.float64, 10, 1e-12, 1e-12), "fp32": (torch.float32, 20, 1e-5, 1e-4)}
+PARITY = {
+    "fp64": (torch.float64, 10, 1e-12, 1e-12),
+    "fp32": (torch.float32, 20, 1e-5, 1e-4),
+    "bf16": (torch.bfloat16, 20, 2e-2, 3e-2),
+    "fp16": (torch.float16, 20, 2e-2, 3e-2),
+}
+"""Steps, and bounds of losses and of parameters. In 16 bits losses are held against fp32, and parameters against a
+plain loop of the same arithmetic; farthest goes a key's bias, which has no gradient but 16 bits' noise."""
+
+
+def _narrow_alone(steps: Sequence[torch.Tensor], world: int, accumulation: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Plain torch in 16 bits beside an fp32 master, one rank's rows after the other's: the last parameters."""
+    model = MODELS["gpt"][0]()
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    model = model.to(dtype)
+    o, scale = OPTIMIZER, LossScale.of({v: k for k, v in DTYPES.items()}[dtype]).value
+    adam = torch.optim.AdamW(masters, o.lr, o.betas, o.eps, weight_decay=o.weight_decay, fused=True)
+    assert o.clip is not None
+    for batch in steps:
+        sums = [torch.zeros_like(m) for m in masters]
+        for rows in batch.chunk(world * accumulation):
+            (model(rows[:, :-1], rows[:, 1:]) * scale).backward()
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                total += parameter.grad.float()
+            model.zero_grad()
+        mean = 1 / (world * accumulation * scale)
+        norm = math.sqrt(sum(float(s.double().square().sum()) for s in sums)) * mean
+        assert math.isfinite(norm), "a step that the engine would leave out"
+        for master, total in zip(masters, sums, strict=True):
+            master.grad = total * (mean * min(1.0, o.clip / (norm + 1e-6)))
+        adam.step()
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.copy_(master)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _narrow_engine(stage: int, accumulation: int, precision: str) -> ZeroEngine:
+    zero = Zero(stage, BUCKET // 10, same_host="send", reduce_every="micro_step")
+    return ZeroEngine(MODELS["gpt"][0](), EngineConfig(zero, OPTIMIZER, accumulation=accumulation, precision=precision))
 
 
 def _parity(_rank: int, world: int, cells: list[tuple[str, int]]) -> list[tuple[float, float, int]]:
     """The largest gaps over all stages, of losses after every step and of parameters after the last, and how many
     different bits the stages have."""
     found = []
-    plain = {
-        name: undistributed("page", _batches(count, 8), OPTIMIZER, of) for name, (of, count, _, _) in PARITY.items()
-    }
     for precision, accumulation in cells:
         dtype, count, _, _ = PARITY[precision]
-        losses, states = plain[precision]
+        narrow = precision in DTYPES
+        steps = batches(count, 8, TINY.vocab, length=TINY.seq_len) if narrow else _batches(count, 8)
+        if narrow:
+            losses, _ = undistributed("gpt", steps, OPTIMIZER, torch.float32)
+            expected = _narrow_alone(steps, world, accumulation, dtype)
+        else:
+            losses, states = undistributed("page", steps, OPTIMIZER, dtype)
+            expected = states[-1]
         bits, loss_gap, parameter_gap = set(), 0.0, 0.0
         for stage in range(4):
-            engine = _engine(stage, accumulation, dtype, reduce_every="micro_step")
-            history, state = train(engine, _batches(count, 8)), whole_state(engine)
+            if narrow:
+                engine = _narrow_engine(stage, accumulation, precision)
+            else:
+                engine = _engine(stage, accumulation, dtype, reduce_every="micro_step")
+            history, state = train(engine, steps), whole_state(engine)
             gaps = [abs(mine - other) / abs(other) for (mine, _), other in zip(history, losses, strict=True)]
             loss_gap = max(loss_gap, *gaps)
-            parameter_gap = max(parameter_gap, *(relative(state[name], value) for name, value in states[-1].items()))
+            gaps = [relative(state[name].double(), value.double()) for name, value in expected.items()]
+            parameter_gap = max(parameter_gap, *gaps)
             bits.add((tuple(history), digest(state)))
         found.append((loss_gap, parameter_gap, len(bits)))
     return found
