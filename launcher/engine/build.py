@@ -6,11 +6,13 @@ large parameters (``engine.model.deferred``); each is then made whole, sliced an
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..contract.errors import UsageError
@@ -18,7 +20,7 @@ from ..contract.partition import Layout
 from .activations.recompute import make_store, recompute
 from .activations.stored import Store
 from .agreement import agree_on_model, agree_on_recording
-from .comm import barrier
+from .comm import gather_bytes
 from .config import EngineConfig
 from .heap import apart
 from .model.deferred import NotDeferred, Recording, built_whole, memory_told, record, refuse_meta
@@ -28,7 +30,9 @@ from .model.precision import gradient_dtype, working_dtype
 from .model.units import Model, describe, names_in
 from .ranks import Ranks
 from .reduce.flow import DENSE
+from .saving.shardfile import as_bytes
 from .tensor.layers import split_of
+from .together import by_all
 from .unchanged import not_free
 
 _log = logging.getLogger(__name__)
@@ -88,23 +92,36 @@ class Builder:
         built, recording = recorded
         described = self._describe(built)
         self._agree(built, described)
+        self._synchronise(described.tensors)  # the small ones, which may come from elsewhere than torch's generator
         return self._flatten(built, described, recording)
 
     def _in_turn(self, factory: Callable[[], nn.Module]) -> Built:
-        comm = self.ranks.data
-        for turn in range(comm.size):
-            if turn == comm.rank:
-                whole = built_whole(factory)
-                described = self._describe(whole)
-                mine = self._flatten(whole, described, None)
-            barrier(comm, f"rank {turn} builds its model")
+        ranks, device = self.ranks, self.device or torch.device("cpu")
+        digest = b""
+        for turn in range(ranks.data.size):
+            with by_all(ranks.world, f"data-parallel rank {turn} builds its model", device):
+                if turn == ranks.data.rank:
+                    whole = built_whole(factory)
+                    digest = _digest_of(whole)
+                    described = self._describe(whole)
+                    mine = self._flatten(whole, described, None)
         self._agree(mine.model, described)
+        digests = gather_bytes(ranks.data, digest, "comparing first values", device)
+        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"the function that builds the model gave data-parallel rank {other} other first values than rank 0",
+                hint="seed everything it draws from (numpy, random, a GPU's generator) alike on all ranks",
+            )
         return mine
 
     def _describe(self, model: nn.Module) -> Model:
         problem = not_free(model)
         if problem is not None:
             raise problem
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        if unknown := sorted(set(names_in(model, "zero_keep_dtype")) - buffers):
+            raise UsageError(f"zero_keep_dtype: the model has no buffer {unknown[0]}")
         zero = self.config.zero
         return describe(
             model,
@@ -192,14 +209,20 @@ class Builder:
                     module._buffers[name] = held
                     if held.dtype != value.dtype and not torch.equal(held.to(value.dtype), value):
                         rounded.append(full)
-        if unknown := sorted(kept - {name for name, _ in model.named_buffers(remove_duplicate=False)}):
-            raise UsageError(f"zero_keep_dtype: the model has no buffer {unknown[0]}")
         if rounded and self.ranks.world.rank == 0:
             _log.warning(
                 "%s rounds the buffers %s; a module keeps them by zero_keep_dtype = (name, …), relative to it",
                 self.config.precision,
                 ", ".join(rounded),
             )
+
+
+def _digest_of(model: nn.Module) -> bytes:
+    """Of the parameters' bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        digest.update(as_bytes(parameter.detach().cpu().contiguous()))
+    return digest.digest()
 
 
 def _replace(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
@@ -214,3 +237,12 @@ def device_of(model: object) -> torch.device:
     """Where the parameters of a module are; the CPU for those that are nowhere yet, and for a function."""
     tensors = model.parameters() if isinstance(model, nn.Module) else ()
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
+
+
+def refuse_device(device: torch.device) -> None:
+    """Raises :class:`UsageError` where the library that carries messages has no way to ``device``."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl" and device.type == "cpu":
+        raise UsageError(
+            "the ranks communicate by NCCL, which moves the memory of GPUs, but the model is on the CPU",
+            hint="model.cuda() before ZeroEngine; for a function that builds it device=torch.device('cuda', rank)",
+        )

@@ -47,15 +47,14 @@ def apart() -> Iterator[None]:
     Afterwards the process is as :func:`keep_freed` left it, or as glibc's own adjustment does at its end.
     """
     mallopt = _mallopt()
-    if mallopt is None or _chosen("MMAP") or not mallopt(MMAP_THRESHOLD, SMALLEST_APART):
+    if mallopt is None or _chosen() or not mallopt(MMAP_THRESHOLD, SMALLEST_APART):
         yield
         return
     try:
         yield
     finally:
         mallopt(MMAP_THRESHOLD, LARGEST_IN_HEAP)
-        if not _chosen():
-            mallopt(TRIM_THRESHOLD, LARGEST_INT if _keeps else 2 * LARGEST_IN_HEAP)
+        mallopt(TRIM_THRESHOLD, LARGEST_INT if _keeps else 2 * LARGEST_IN_HEAP)
 
 
 def _mallopt() -> Callable[[int, int], int] | None:
@@ -68,7 +67,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
     return found
 
 
-def _chosen(what: str = "") -> bool:
-    """Whether the environment says anything of glibc's heap, or of ``what`` of it."""
-    said = [name for name in os.environ if name.startswith(f"MALLOC_{what}") and name.endswith("_")]
-    return bool(said) or f"glibc.malloc.{what.lower()}" in os.environ.get("GLIBC_TUNABLES", "")
+def _chosen() -> bool:
+    """Whether the environment says anything of glibc's heap: that stays as it is."""
+    said = [name for name in os.environ if name.startswith("MALLOC_") and name.endswith("_")]
+    return bool(said) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")

@@ -15,9 +15,8 @@ Losses are means over a micro-batch; they are divided by micro-steps × ranks on
 from __future__ import annotations
 
 import math
-import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +30,10 @@ from ..contract.errors import UsageError
 from ..contract.train import TrainConfig
 from .agreement import agree_on_settings, settings_of
 from .attached import Attached
-from .build import Builder, device_of
+from .build import Builder, device_of, refuse_device
 from .comm import Comm
 from .config import ConfigLike, EngineConfig, checked_rate
+from .each_step import unused_by_all
 from .gather.arriving import Arriving, may_outlive_a_step, read_by_forward
 from .gather.elsewhere import guard_state
 from .gather.gathering import Gathering
@@ -94,6 +94,8 @@ class ZeroEngine:
     ) -> None:
         self.config = EngineConfig.of(config)
         chosen = Chosen(self.config.optimizer, optimizer)
+        if comm is None:
+            refuse_device(device or device_of(model))
         self.ranks = ranks or (Ranks.of_data(comm) if comm is not None else Ranks.of_config(self.config))
         told = settings_of(self.config, chosen, model, self.ranks.degree)
         held = not_free(model) if isinstance(model, nn.Module) else None
@@ -267,7 +269,7 @@ class ZeroEngine:
         self._unchanged.check()
         self.finish_gathering()  # a backward without the model's forward
         if self.gathering is not None:
-            self.gathering.release_all()  # a forward between backward and step
+            self.gathering.over()  # with a forward between backward and step
         self.micro_step = 0
         scale = 1.0 / (self.config.accumulation * self.comm.size * self.loss_scale.value)
         norm = math.sqrt(self.norm.sum_of_squares()) * scale
@@ -277,7 +279,9 @@ class ZeroEngine:
         clip = self.config.optimizer.clip
         factor = scale if clip is None else scale * min(1.0, clip / (norm + 1e-6))
         # A unit's new parameters are on their way while the next one is updated.
-        self.optimizer.step(self.lr, factor, self._hand_out, self._unused())
+        order = 0 if self.gathering is None else self.gathering.order.digest()
+        unused = unused_by_all(self.ranks, self.flow, self.lr, order, self.device)
+        self.optimizer.step(self.lr, factor, self._hand_out, unused)
         if self.gathering is not None:
             self.gathering.changed()
         self.loss_scale.went_well()
@@ -307,53 +311,6 @@ class ZeroEngine:
         before its process ends; ``gathered``, ``save``, ``load`` and the model's ``state_dict`` do so themselves."""
         if self.arriving is not None:
             self.arriving.wait()
-
-    def _unused(self) -> list[tuple[int, int]]:
-        """The parameters (unit, index) that no rank used in this step, which are not updated at all, as in an
-        undistributed run. Raises :class:`UsageError` on all ranks where ``lr``, or the order of blocks (stage 3), is
-        not the same on all."""
-        # Whether any rank lacks anything is agreed first, and with it whether buckets had to wait for their turn on the
-        # rank whose order it is, the rate, and which blocks were used. By itself: the norm's messages stay among the
-        # ranks of one replica.
-        said = struct.pack("<di", self.lr, 0 if self.gathering is None else self.gathering.order.digest())
-        lines = [[int(not self.flow.all_used), int(self.flow.disturbed), *said], [0, 0, *said]]
-        here, usual = torch.tensor(lines, dtype=torch.uint8, device=self.device)
-        told = self.comm.gather_small(here, "unused parameters")
-        if not bool(told.ne(usual).any()):
-            return []
-        rows = told.tolist()
-        rates, orders = zip(*(struct.unpack("<di", bytes(row[2:])) for row in rows))  # noqa: B905
-        self._refuse_rates(rates)
-        self._refuse_orders(orders)
-        if any(disturbed for _, disturbed, *_ in rows):
-            self.flow.settle_anew()
-        if not any(lacking for lacking, *_ in rows):
-            return []
-        flags = torch.tensor(self.flow.used(), dtype=torch.uint8, device=self.device)
-        used = self.comm.gather_small(flags, "unused parameters").amax(0).tolist()
-        names = [(n, i) for n, u in enumerate(self.units) if u.unit.trainable for i in range(len(u.unit.placed))]
-        return [name for name, by_any in zip(names, used) if not by_any]  # noqa: B905 (Python 3.9 on the nodes)
-
-    def _refuse_rates(self, rates: Sequence[float]) -> None:
-        other = next((r for r, rate in enumerate(rates) if rate != rates[0]), None)
-        if other is not None:
-            first, rank = (r * self.ranks.degree + self.ranks.tensor.rank for r in (0, other))
-            raise UsageError(
-                f"zero.lr is {rates[other]:g} on rank {rank}, {rates[0]:g} on rank {first}: nothing was updated",
-                hint="every rank must set the same rate; check what depends on the rank, or on its own losses",
-            )
-
-    def _refuse_orders(self, orders: Sequence[int]) -> None:
-        """Those of one replica gather together; where ranks send, none of them has noticed if sizes are equal."""
-        firsts = [rank - rank % self.shard.size for rank in range(len(orders))]
-        other = next((rank for rank, first in enumerate(firsts) if orders[rank] != orders[first]), None)
-        if other is not None:
-            first, rank = (r * self.ranks.degree + self.ranks.tensor.rank for r in (firsts[other], other))
-            raise UsageError(
-                f"rank {rank} used other blocks than rank {first} in this step, or in another order: they have "
-                "answered each other's messages crosswise; nothing was updated",
-                hint="stage 3: all ranks use the same blocks in the same order; what is random must be so on all alike",
-            )
 
     def _skip(self, norm: float) -> StepInfo:
         """The step whose gradient is not finite, by all ranks: they judge by one norm."""

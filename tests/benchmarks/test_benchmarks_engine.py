@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(900)  # all policies at once, in the first test
+# All policies at once, in the first test: once, in one of the two processes.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("policies")]
 KEYS = {
     "policy", "world", "parameters", "median_s", "low_s", "high_s", "ratio_to_ddp", "ratio_low", "ratio_high",
     "peak_storage_bytes", "peak_resident_bytes", "volume_elements", "loss",

@@ -146,11 +146,11 @@ def test_only_the_command_line_prints() -> None:
 # The engine's own floors. A file that is no room's stands by its name. Those below ``zero`` name it for its type alone.
 ENGINE = {
     "comm": 0, "chance": 0, "gpt": 0, "heap": 0, "resolve": 0,
-    "config": 1, "tensor": 1,
+    "config": 1, "tensor": 1, "together": 1,
     "model": 2,
     "gather": 3, "reduce": 3, "update": 3, "activations": 3, "unchanged": 3, "kept": 3,
     "agreement": 4, "attached": 4,
-    "ranks": 5,
+    "ranks": 5, "each_step": 5,
     "build": 6, "saving": 6,
     "zero": 7,
     "watching": 8,

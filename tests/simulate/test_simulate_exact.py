@@ -18,7 +18,8 @@ from exactness import (
 )
 from real_steps import SETTINGS
 
-pytestmark = pytest.mark.timeout(900)  # all cases at once, in the first test: four minutes on a busy machine
+# All cases at once, in the first test, which takes four minutes on a busy machine: once, in one of the two processes.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("real steps")]
 QUICK: dict[str, tuple[int, ...]] = {
     "bf16": (3,),
     "fp16": (1,),

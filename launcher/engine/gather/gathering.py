@@ -283,10 +283,14 @@ class Gathering:
             for unit in self.units:
                 unit.release()
 
-    def changed(self) -> None:
-        """The shards are not what they were, and what was computed before has no backward any more."""
+    def over(self) -> None:
+        """A step's backwards are: what they were computed from is gone."""
         self._before.clear()
         self.release_all()
+
+    def changed(self) -> None:
+        """The shards are not what they were, and what was computed before has no backward any more."""
+        self.over()
         if self.pinned:
             for unit in self.units:
                 unit.renew()

@@ -112,6 +112,12 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _key(tensor) not in self._bare
 
 
+def _refuse_generators(args: Any, kwargs: Any) -> None:
+    """What draws from torch's own generator is done again from its state; another one has moved on by then."""
+    if any(isinstance(value, torch.Generator) for value in tree_iter((args, kwargs))):
+        raise NotDeferred("it draws from a generator of its own")
+
+
 class Recording(Watching):  # type: ignore[no-untyped-call]
     """Defers large tensors made inside; :meth:`whole` makes one of them."""
 
@@ -130,6 +136,7 @@ class Recording(Watching):  # type: ignore[no-untyped-call]
             return self._run_watched(function, args, kwargs)
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
+            _refuse_generators(args, kwargs)
             if reads and function.overloadpacket.__name__ in DRAWN_BY_VALUE:
                 raise NotDeferred(f"what {function} draws depends on values")
             state = torch.get_rng_state()
@@ -177,6 +184,7 @@ class Recording(Watching):  # type: ignore[no-untyped-call]
             if tensor.device.type != "meta":
                 filled: Tensor = function(tensor, *args, **kwargs)
                 return filled
+            _refuse_generators(args, kwargs)
             state = torch.get_rng_state()
             key = frozenset({_key(tensor)})
             with torch.utils._python_dispatch._disable_current_modes():

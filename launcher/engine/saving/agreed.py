@@ -1,5 +1,4 @@
-"""What ranks agree on before they write, and what all of them do or none: an error of one rank is told to all at the
-next small message, so that nobody waits for it in another one."""
+"""What ranks agree on before they write a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,48 +6,13 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...contract.errors import JobFailed, NoSpace, UsageError, VerificationFailed, ZerunError
-from ..comm import Comm, CommError, gather_bytes
-
-
-@dataclass
-class Told:
-    """What this rank tells, as JSON, and what everyone told, in rank order."""
-
-    own: Any = None
-    everyone: list[Any] = field(default_factory=list)
-
-
-@contextmanager
-def by_all(comm: Comm, what: str, device: torch.device | None, told: Told | None = None) -> Iterator[Told]:
-    """What is inside sends no message. After it every rank hears how it went: where one failed, it raises its own error
-    and the others one of the same kind that names it."""
-    told, failed = told or Told(), None
-    try:
-        yield told
-    except CommError:
-        raise  # the others are at another message
-    except ZerunError as error:
-        failed = error
-    row = [told.own, failed and [int(failed.exit_code), failed.message, failed.hint]]
-    rows = [json.loads(r) for r in gather_bytes(comm, json.dumps(row).encode(), what, device)]
-    told.everyone = [own for own, _ in rows]
-    if failed is not None:
-        raise failed
-    for rank, (_, said) in enumerate(rows):
-        if said:
-            code, message, hint = said
-            kinds: tuple[type[ZerunError], ...] = (UsageError, VerificationFailed, NoSpace)
-            kind = next((k for k in kinds if k.exit_code == code), JobFailed)
-            raise kind(f"rank {rank} says: {message}", hint=hint)
+from ...contract.errors import UsageError
+from ...contract.plain import to_plain
+from ..together import Told
 
 
 def agree_on_place(told: Told, folder: Path, step: int, node: str) -> None:
@@ -82,7 +46,7 @@ def check_extra(value: Any, where: str = "extra") -> None:
     with strings as keys, lists, strings, finite numbers, booleans and None. Tuples come back as lists."""
     try:
         _check(value, where)
-        json.dumps(value)
+        json.dumps(to_plain(value))
     except (RecursionError, ValueError) as error:  # without end, or a number of more digits than Python reads
         raise UsageError(f"{where} cannot be kept in a manifest: {error}", hint=_HINT) from error
 

@@ -7,6 +7,7 @@ waits for a disk inside a step; at the end, at a stop and before the next save t
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...contract.manifest import Manifest, ShardFile
+from ..together import by_all
 from . import checkpoint
-from .agreed import by_all
 from .shardfile import Entry
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Background:
     """The copy, the thread and the checkpoint under way of one engine. Every rank calls the same in the same order."""
 
     def __init__(self, engine: ZeroEngine) -> None:
-        self._engine = engine
+        self._of = weakref.ref(engine)  # an engine that nobody else holds goes at once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: _UnderWay | None = None
         self._copies: dict[str, Tensor] = {}
@@ -45,6 +46,12 @@ class Background:
         for entry in checkpoint.entries_of(engine) if checkpoint.writes_shard(engine) else ():
             numel = sum(run.numel() for run in entry.runs)
             self._copies[entry.name] = torch.empty(numel, dtype=entry.dtype, pin_memory=self._gpu)
+
+    @property
+    def _engine(self) -> ZeroEngine:
+        engine = self._of()
+        assert engine is not None, "whoever asks holds it"
+        return engine
 
     def storages(self) -> list[Tensor]:
         """The copy, of everything that this rank saves."""
@@ -81,17 +88,13 @@ class Background:
         return copied
 
     def durable_here(self) -> bool:
-        """Whether this rank's shard of the checkpoint under way is. Raises what kept it from being written."""
+        """Whether this rank's shard of the checkpoint under way is, or will never be: :meth:`publish` tells all why."""
         now = self._under_way
-        if now is None or (now.shard is not None and not now.shard.done()):
-            return False
-        if now.shard is not None:
-            now.shard.result()
-        return True
+        return now is not None and (now.shard is None or now.shard.done())
 
     def publish(self) -> int:
-        """Writes the manifest; all ranks, once it is agreed that all are durable. Returns the step, on other ranks
-        maybe before the manifest is there: :meth:`finish` waits for it."""
+        """Writes the manifest; all ranks, once it is agreed that all are durable. Returns the step, where another rank
+        writes it maybe before it is there: nobody waits for a disk inside a step. Raises on all what failed on one."""
         now, gathered = self._gathered()
         checkpoint.publish(self._engine, now.target, gathered, now.about)
         return now.step

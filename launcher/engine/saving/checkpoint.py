@@ -29,8 +29,9 @@ from ...contract.partition import Layout
 from ...contract.plain import PlainError, from_plain, read_file, to_plain, write_atomically
 from ...contract.pruning import remove_checkpoint
 from ..comm import barrier
+from ..together import by_all
 from . import shardfile
-from .agreed import agree_on_place, by_all, check_extra, check_place
+from .agreed import agree_on_place, check_extra, check_place
 from .filling import CHECKPOINT, PARAMETERS, fill, overwriting, persistent_buffers, settle
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from ...contract.errors import UsageError, VerificationFailed
 from ...contract.manifest import Manifest, ShardFile
 from ...contract.partition import Copy, stored_dtype
 from ...contract.slices import reshard_tensor
+from ..together import Told
 from . import shardfile
-from .agreed import Told
 
 if TYPE_CHECKING:
     from ..zero import ZeroEngine

@@ -24,7 +24,7 @@ from ...contract.plain import open_file
 from ...contract.slices import slices
 from ...contract.weights import TAG_BYTES, Misfit, Stored, misfits, read_weights
 from ..comm import barrier
-from .agreed import by_all
+from ..together import by_all
 from .filling import overwriting, persistent_buffers, settle
 from .shardfile import dtype_of, tag_of
 
