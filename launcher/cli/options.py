@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,24 +60,15 @@ JobSets = Annotated[
 Templates = Annotated[
     Path | None, typer.Option("--templates", metavar="DIR", help="Templates that replace ours, by the same names.")
 ]
-Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run's id, a unique beginning of one, or `last`.",
-        show_default=False,
-        autocompletion=complete.runs,
-    ),
-]
-RunOrFolder = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run's id, a unique beginning of one, or `last`; or the path of a folder that zero.save() wrote.",
-        show_default=False,
-        autocompletion=complete.runs,
-    ),
-]
+
+
+def _run_named(more: str = "") -> Any:
+    told = f"A run's id, a unique beginning of one, or `last`{more}."
+    return typer.Argument(metavar="RUN", help=told, show_default=False, autocompletion=complete.runs)
+
+
+Run = Annotated[str, _run_named()]
+RunOrFolder = Annotated[str, _run_named("; or the path of a folder that zero.save() wrote")]
 Json = Annotated[bool, typer.Option("--json", help="Prints one JSON value instead of text.")]
 
 

@@ -106,11 +106,13 @@ class Builder:
                     described = self._describe(whole)
                     mine = self._flatten(whole, described, None)
         self._agree(mine.model, described)
-        digests = gather_bytes(ranks.data, digest, "comparing first values", device)
-        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+        # By all, so that all raise: each against the first rank that holds the same slices.
+        digests = gather_bytes(ranks.world, digest, "comparing first values", device)
+        other = next((rank for rank, found in enumerate(digests) if found != digests[rank % ranks.degree]), None)
         if other is not None:
+            first = other % ranks.degree
             raise UsageError(
-                f"the function that builds the model gave data-parallel rank {other} other first values than rank 0",
+                f"the function that builds the model gave rank {other} other first values than rank {first}",
                 hint="seed everything it draws from (numpy, random, a GPU's generator) alike on all ranks",
             )
         return mine

@@ -58,7 +58,7 @@ def _built(rank: int, world: int, folder: str) -> None:
     assert numpy.array_equal(engine.model[1].bias.detach().numpy(), expected)  # type: ignore[index,union-attr]
     digests = {digest(whole_state(engine))}
     assert len(digests) == 1
-    with pytest.raises(UsageError, match="gave data-parallel rank 1 other first values than rank 0"):
+    with pytest.raises(UsageError, match="gave rank 1 other first values than rank 0"):
         ZeroEngine(lambda: _of_numpy(rank, 64, looks=True), CONFIG)
 
     def fails() -> nn.Module:

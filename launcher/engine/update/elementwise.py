@@ -136,7 +136,7 @@ class FlatTorch:
         settings: list[dict[str, Any]] = []
         for chosen_set in self._sets:
             group = groups[chosen_set.group]
-            self._pieces.append([*chosen_set.main[0], *([chosen_set.scratch[0].view(-1)])])
+            self._pieces.append([*chosen_set.main[0], chosen_set.scratch[0].view(-1)])
             more = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
             settings.append({"params": self._pieces[-1], **more})
         # Without a trainable parameter there is nothing to make; a name is all that a checkpoint asks.
